@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from amp_patch.casting.mode import HALVES
 
 from .places import readable
 from .ranges import Range, can_look, largest_scale, numbers_of, ranges_of
+from .undefined import Given, given_to, is_unpacked, saved_by, saved_names, spoils
 
 #: Nodes that are looked at: the graph of a loss has a few; more is a model that nobody initialized.
 _MOST_NODES = 500
@@ -24,20 +25,10 @@ _MOST_NODES = 500
 _SMALLEST_SCALE = 2.0**-24
 #: Operators that compute nothing, on the outputs of a model in half.
 _MOVING = {
-    *("as_strided", "cat", "clone", "expand", "index", "permute", "select", "slice", "split"),
-    *("squeeze", "stack", "t", "transpose", "unbind", "unsafe_view", "unsqueeze", "view"),
-}
-
-
-#: What an operator was given, as its node has saved it, and of which numbers inf or NaN comes.
-_UNDEFINED: Mapping[str, tuple[str, Callable[[Tensor], Tensor]]] = {
-    "acos": ("self", lambda numbers: numbers.abs() > 1),
-    "asin": ("self", lambda numbers: numbers.abs() > 1),
-    "div": ("other", lambda numbers: numbers == 0),
-    "log": ("self", lambda numbers: numbers <= 0),
-    "log10": ("self", lambda numbers: numbers <= 0),
-    "log1p": ("self", lambda numbers: numbers <= -1),
-    "log2": ("self", lambda numbers: numbers <= 0),
+    *("alias", "as_strided", "cat", "clone", "diagonal", "expand", "flip", "gather", "index"),
+    *("index_select", "masked_select", "permute", "repeat", "reshape_alias", "roll", "select"),
+    *("slice", "split", "split_with_sizes", "squeeze", "stack", "t", "transpose", "unbind"),
+    *("unsafe_view", "unsqueeze", "view"),
 }
 
 
@@ -49,6 +40,7 @@ class LossStep(NamedTuple):
         given, made: the ranges of the gradients that it got, and returned.
         fits: the largest power of two that is no overflow as a loss scale; None: not found.
         cast: gradients that it made half of float32 ones, as they are at a loss scale of 1.
+        argument: what the operator was given in the forward, where it may fail at that.
     """
 
     operator: str
@@ -56,6 +48,21 @@ class LossStep(NamedTuple):
     made: tuple[Range, ...]
     fits: float | None
     cast: tuple[Tensor, ...]
+    argument: Given | None
+
+
+class Spoiled(NamedTuple):
+    """The first operator of a loss that is not finite whose saved tensors show it.
+
+    Attributes:
+        operator: such as "log".
+        saved: the ranges of these tensors.
+        argument: what it was given, where it may fail at that.
+    """
+
+    operator: str
+    saved: tuple[Range, ...]
+    argument: Given | None
 
 
 class LossWatch:
@@ -70,8 +77,7 @@ class LossWatch:
         loss: the loss's range.
         found: what was not finite first; None where all was.
         in_half: an operator whose result is in half, "" for none.
-        spoiled_by: of a loss that is not finite, the first operator whose saved tensors show it,
-            and the ranges of these; None where none does.
+        spoiled_by: of a loss that is not finite, see `Spoiled`; None where no operator shows it.
     """
 
     def __init__(self, loss: Tensor, scale: float, made_in_model: Callable[[Any], bool]) -> None:
@@ -94,43 +100,20 @@ class LossWatch:
                         self.in_half = name
             waiting += [following for following, _ in node.next_functions]
         not_finite = any(one.kinds for one in self.loss)
-        self.spoiled_by: tuple[str, tuple[Range, ...]] | None = None
+        self.spoiled_by: Spoiled | None = None
         # torch refuses what was saved and has been written to since; the backward says so
         with contextlib.suppress(RuntimeError):
             self.spoiled_by = _first_not_finite(seen) if not_finite else None
 
 
-def _first_not_finite(nodes: set[Any]) -> tuple[str, tuple[Range, ...]] | None:
+def _first_not_finite(nodes: set[Any]) -> Spoiled | None:
     """Return the first operator that was given or returned inf or NaN, or what makes it."""
     for node in sorted(nodes, key=lambda one: one._sequence_nr()):
-        operator, saved = readable(node.name()), _saved_by(node)
-        name, is_undefined = _UNDEFINED.get(operator, ("", torch.isnan))
-        ranges = ranges_of(saved)
-        if any(set(one.kinds) - {"-inf"} for one in ranges) or (  # -inf may be a mask
-            name in saved and not saved[name].is_complex() and bool(is_undefined(saved[name]).any())
-        ):
-            return operator, ranges
+        given, ranges = given_to(node), ranges_of(saved_by(node))
+        is_shown = any(set(one.kinds) - {"-inf"} for one in ranges)  # -inf may be a mask
+        if is_shown or (given is not None and spoils(given)):
+            return Spoiled(readable(node.name()), ranges, given)
     return None
-
-
-def _saved_by(node: Any) -> dict[str, Tensor]:
-    """Return the tensors that a node has saved, by their names.
-
-    Left out is what a hook unpacks: a checkpoint would run the script's function again for each.
-    """
-    start = "_raw_saved_"
-    return {
-        name.removeprefix(start): value
-        for name in dir(node)
-        if name.startswith(start)
-        and not _is_unpacked(getattr(node, name))
-        and can_look(value := getattr(node, f"_saved_{name.removeprefix(start)}"))
-    }
-
-
-def _is_unpacked(saved: Any) -> bool:
-    """Return whether a hook unpacks a tensor, or some of several, that a node has saved."""
-    return getattr(saved, "unpack_hook", None) is not None
 
 
 class _Look:
@@ -143,7 +126,10 @@ class _Look:
         if self._watch.found is not None or are_finite(made) or not are_finite(given):
             return
         ranges = ranges_of(enumerate_as("gradient", given)), ranges_of(enumerate_as("result", made))
-        self._watch.found = LossStep(self._operator, *ranges, *self._at_other_scales(made, given))
+        other_scales = self._at_other_scales(made, given)
+        node = torch._C._current_autograd_node()
+        argument = None if node is None else given_to(node)
+        self._watch.found = LossStep(self._operator, *ranges, *other_scales, argument)
 
     @torch.no_grad()
     def _at_other_scales(
@@ -175,9 +161,8 @@ def _made_again(given: list[Any]) -> tuple[Any, ...]:
     user's own may count its calls, and what a hook unpacks may be gone.
     """
     node: Any = torch._C._current_autograd_node()
-    names = [] if node is None else [name for name in dir(node) if name.startswith("_raw_saved_")]
     if isinstance(node, torch.autograd.function.BackwardCFunction) or any(
-        _is_unpacked(getattr(node, name)) for name in names
+        is_unpacked(getattr(node, f"_raw_saved_{name}")) for name in saved_names(node)
     ):
         return ()
     try:

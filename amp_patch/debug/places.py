@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import linecache
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
@@ -205,9 +206,13 @@ def names_of(model: nn.Module) -> dict[int, str]:
     return {id(module): name for name, module in model.named_modules()}
 
 
+#: Where a word begins: "Loss" of "SmoothL1Loss", but no "P" of "Log1P" and no "D" of "Loss2D".
+_WORD = re.compile("(?<=[a-z])(?=[A-Z])|(?<=[A-Z0-9])(?=[A-Z][a-z])")
+
+
 def readable(node: str) -> str:
     """Return the function of a node: "mse_loss" of "MseLossBackward0"."""
     name = node.rpartition("::")[2].rstrip("0123456789").removesuffix("Backward")
     if name == "ToCopy":
         return "cast"
-    return "".join("_" + c.lower() if c.isupper() else c for c in name).lstrip("_")
+    return _WORD.sub("_", name).lower().lstrip("_")

@@ -116,29 +116,6 @@ def largest_of(tensors: Iterable[Any]) -> float:
     return max((abs(one) for bound in bounds for one in bound.tolist()), default=0.0)
 
 
-@torch.no_grad()
-def rounded_to(narrow: Tensor, wide: Tensor, half: torch.dtype) -> dict[float, bool]:
-    """Return what numbers are in half precision, and not in float32: 0, 1 or -1.
-
-    Args:
-        narrow: numbers that were computed in half.
-        wide: the same, computed in float32.
-        half: the dtype that rounds.
-
-    Returns:
-        For each whether others are exactly so in float32 as well.
-    """
-    found = {}
-    if can_look(narrow) and can_look(wide) and narrow.shape == wide.shape:
-        narrow, wide = numbers_of(narrow), numbers_of(wide)
-        rounded = wide.to(half)
-        for bound in (0.0, 1.0, -1.0):
-            exact = wide == bound
-            if bool(((narrow == bound) & (rounded == bound) & ~exact).any()):
-                found[bound] = bool(exact.any())
-    return found
-
-
 def largest_scale(peak: float) -> float:
     """Return the largest power of two that keeps a magnitude within float16; 0 for none above 0."""
     if not 0.0 < peak < math.inf:

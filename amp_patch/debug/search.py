@@ -19,9 +19,10 @@ from amp_patch.session import session
 from .cause import Cause, Mend
 from .loss_watch import LossStep, LossWatch
 from .places import shown_line
-from .ranges import Range, largest_scale, rounded_to
+from .ranges import Range, largest_scale
 from .recorded_calls import Call
 from .rerun import Rerun
+from .undefined import Given, rounded_to
 from .watch import Origin
 
 #: So many modules are tried in fp32 together, before the whole model is.
@@ -92,21 +93,26 @@ class Search:
 
     def _of_spoiled_loss(self, loss: Range) -> Cause:
         """Return the cause where the outputs of the models are finite, and the loss is not."""
-        if self._watch.spoiled_by is None:
-            inside = self._kept_inside()
-            return inside or self._of_loss(loss, note=self._unseen(), **self._rounded())
-        operator, ranges = self._watch.spoiled_by
-        note = f"The first place that shows it is `{operator}`, of these."
+        spoiled = self._watch.spoiled_by
+        if spoiled is None:
+            return self._kept_inside() or self._of_loss(loss, note=self._unseen())
+        note = f"The first place that shows it is `{spoiled.operator}`, of these. {self._unseen()}"
         # NaN was not made of a number that is 0
-        rounded = {} if any("NaN" in one.kinds for one in ranges) else self._rounded()
-        note = f"{note} {self._unseen()}".strip()
+        is_nan = any("NaN" in one.kinds for one in spoiled.saved)
+        rounded = {} if is_nan else self._rounded(spoiled.argument)
+        operator, ranges, note = spoiled.operator, spoiled.saved, note.strip()
         return self._of_loss(loss, operands=ranges, note=note, spoiled_by=operator, **rounded)
 
-    def _rounded(self) -> dict[str, Any]:
+    def _rounded(self, argument: Given | None) -> dict[str, Any]:
         """Return the first model whose outputs half has rounded to 0, 1 or -1; {} for none.
 
-        The logarithm that a loss takes of it is not finite, though the loss is in float32.
+        An operator of the loss makes inf or NaN of it, though the loss is in float32.
+
+        Args:
+            argument: of that operator.
         """
+        if argument is None:
+            return {}
         for call in self._calls:
             narrow = Rerun(call)
             wide = Rerun(call, [narrow.model])
@@ -118,7 +124,7 @@ class Search:
             wide.forward()
             found: dict[float, bool] = {}
             for one, other in zip(narrow.outputs, wide.outputs, strict=False):
-                found |= rounded_to(one, other, level.half_dtype)
+                found |= rounded_to(argument, one, other, level.half_dtype)
             if found:
                 return {
                     "rounded": tuple(found),
@@ -183,7 +189,7 @@ class Search:
         if fits is None:
             largest = _peak(self._watch.loss)
             is_large = largest * self._scale > torch.finfo(torch.float32).max
-            rounded = {} if is_large else self._rounded()
+            rounded = {} if is_large else self._rounded(found.argument)
             operands = (*self._watch.loss, *found.given) if is_large else found.given
             return self._of_loss(
                 result, operator=found.operator, operands=operands, is_large=is_large, **rounded

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from plants import WIDTH, Scores, around, prepared, square, the_cause, train
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from amp_patch.debug import Cause
@@ -424,7 +426,11 @@ class Sigmoid(nn.Module):
 LOSSES_OF_ROUNDED = [
     (Probabilities, "O2", lambda p: -p.log().mean(), (0.0,)),
     (Probabilities, "O2", lambda p: p.sqrt().mean(), (0.0,)),
+    (Probabilities, "O2", lambda p: -p[:, ::3].t().log2().mean(), (0.0,)),
+    (Probabilities, "O2", lambda p: (1e-12 / p).mean(), (0.0,)),
     (Sigmoid, "O1", lambda p: -(1.0 - p).log().mean(), (1.0,)),
+    (Sigmoid, "O1", lambda p: -(-p).log1p().mean(), (1.0,)),
+    (Sigmoid, "O1", lambda p: p.float().logit().mean() * 1e-3, (1.0,)),
 ]
 
 
@@ -447,6 +453,52 @@ def test_a_loss_of_what_half_has_rounded_to_0_or_1_is_said_to_be_of_precision(
     )
     train(amp, mended, optimizer, loss_of)
     assert not amp.step_was_skipped(optimizer)
+
+
+class Many(nn.Module):
+    """Returns numbers of which half precision rounds some to 0, to 1 and to -1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        with torch.no_grad():
+            self.layer.weight.zero_()[3, 3] = 1.0
+            self.layer.bias.copy_(torch.tensor([1e-9, 1.0 - 1e-5, 1e-5 - 1.0, 0.3] * 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+def to_itself(outputs: Tensor) -> Tensor:
+    """Return a mean distance of points to others, of which one is the same."""
+    points = outputs.float()
+    others = points.detach().roll(1, 0)
+    others[0] = points[0].detach()
+    return (points - others).square().sum(1).sqrt().mean()
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "operator"),
+    [
+        (to_itself, "sqrt"),
+        (lambda y: (y.float() - y.float().detach()).sum(1).log().mean(), "log"),
+        (
+            lambda y: F.mse_loss((y * 300.0) @ (y * 300.0).T, torch.zeros(len(y), len(y))),
+            "mse_loss",
+        ),
+        (lambda y: y.float().mean() / (y.float() * 0.0).sum(), "div"),
+    ],
+    ids=["distance", "logarithm", "product", "quotient"],
+)
+def test_numbers_that_half_rounds_by_chance_are_not_blamed(
+    amp, loss_of: Callable[[Tensor], Tensor], operator: str
+) -> None:
+    model, optimizer = prepared(amp, Many(), "O1")
+    train(amp, model, optimizer, loss_of)
+    cause = the_cause(amp)
+    assert (cause.where, cause.rounded, cause.rule) == ("loss", (), {})
+    assert operator in (cause.operator, cause.spoiled_by)
+    assert "Look at the loss and its targets" in cause.advice()
 
 
 def test_no_rule_is_advised_where_float32_rounds_what_a_model_returns_as_well(amp) -> None:
