@@ -24,6 +24,8 @@ _OF_ZERO = {
 }
 #: Operators that make NaN of a finite number on the wrong side of a bound: 0, or 1 of the last two.
 _OF_DIGITS = {"log", "log10", "log1p", "log2", "pow", "rsqrt", "sqrt", "acos", "asin"}
+#: Operators of numbers from -1 to 1, which have no finite gradient at the ends.
+_OF_COSINES = {"acos", "asin", "atanh"}
 _OF_LARGE_LOSS = (
     "Float16 cannot hold the gradients of this loss even at a loss scale of 1: is the loss a sum "
     "where a mean would do?"
@@ -386,10 +388,16 @@ def _of_exponential(function: str) -> str:
 def _of_rounded_outputs(cause: Cause) -> str:
     """Return the advice where a loss takes a logarithm, say, of what half has rounded to 0."""
     numbers = " and ".join(f"{one:g}" for one in cause.rounded)
+    change = (
+        "Return logits, and let the loss take the logarithm: log_softmax, cross_entropy, "
+        "logsigmoid or binary_cross_entropy_with_logits."
+    )
+    operator = cause.operator or cause.spoiled_by
+    if operator in _OF_COSINES:
+        change = f"Keep them from 1: x.float().clamp(-1 + 1e-6, 1 - 1e-6).{operator}()."
     fact = (
         f"{_HALF_OF.get(cause.level, 'half')} rounds numbers to {numbers} that the model returns, "
-        "which may be where the loss is not finite. Return logits, and let the loss take the "
-        "logarithm: log_softmax, cross_entropy, logsigmoid or binary_cross_entropy_with_logits."
+        f"which may be where the loss is not finite. {change}"
     )
     if cause.mended_by == "nothing":
         mend = "float32 is not enough, for it rounds some so as well."

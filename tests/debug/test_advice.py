@@ -501,6 +501,15 @@ def test_numbers_that_half_rounds_by_chance_are_not_blamed(
     assert "Look at the loss and its targets" in cause.advice()
 
 
+def test_angles_of_cosines_that_half_has_rounded_to_1_are_to_be_kept_from_it(amp) -> None:
+    torch.manual_seed(0)
+    model, optimizer = prepared(amp, Sigmoid(12.0), "O1")
+    train(amp, model, optimizer, lambda cosines: cosines.float().acos().mean())
+    cause = the_cause(amp)
+    assert (cause.operator, cause.rounded, cause.rule) == ("acos", (1.0,), {"": "float"})
+    assert "x.float().clamp(-1 + 1e-6, 1 - 1e-6).acos()" in cause.advice()
+
+
 def test_no_rule_is_advised_where_float32_rounds_what_a_model_returns_as_well(amp) -> None:
     torch.manual_seed(0)
     model, optimizer = prepared(amp, Sigmoid(16.8), "O1")
