@@ -62,6 +62,12 @@ def tell_of_strays(optimizers: Sequence[OptimizerBackward]) -> None:
     for one in optimizers:
         if not one.gradients.are_pending:
             refuse_given(one.pairs())
+    if not any(any(True for _ in one.params()) for one in optimizers):
+        warn_once(
+            "an optimizer must hold the parameters that it is to train; got a scale_loss() of "
+            "optimizers whose groups are empty, so that nothing is trained. Make them of [p for p "
+            "in model.parameters() if p.requires_grad], or call optimizer.add_param_group() before."
+        )
     were_cleared = any(one.zeroing.was_cleared for one in optimizers)
     trains = any(param.requires_grad for one in optimizers for param in one.pairs().model)
     if trains and not were_cleared:

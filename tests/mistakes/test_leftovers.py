@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from training import LEVELS, batches, loss_of, prepared
+from training import LEVELS, batches, loss_of, make, prepared
 
 HAS_MASTERS = ("O2", "O5")
 
@@ -143,6 +143,19 @@ def test_a_loss_that_the_script_has_made_anew(
             with amp.scale_loss(make_leaf(loss_of(model, inputs)), optimizer) as scaled_loss:
                 scaled_loss.backward()
             optimizer.step()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_optimizers_without_parameters(amp: ModuleType, level: str) -> None:
+    model, _ = make()
+    optimizer = torch.optim.SGD([{"params": []}], lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    with telling("whose groups are empty", 1):
+        for inputs in batches():
+            backward(amp, model, optimizer, inputs)
+            optimizer.step()
+        optimizer.add_param_group({"params": [*model.parameters()]})
+        backward(amp, model, optimizer, next(batches()))
 
 
 def test_a_parameter_may_be_the_loss(amp: ModuleType) -> None:
