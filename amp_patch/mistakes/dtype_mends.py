@@ -173,7 +173,7 @@ def _mend_of_weights(place: Place, strays: Mapping[str, str]) -> str | None:
         path, stored = next(iter(strays.items()))
         return (
             f"{path!r} holds {stored} weights, as `weight.data = tensor` or a layer that was put "
-            "there after amp.initialize() leaves them: write weight.data.copy_(tensor); put layers "
+            "there after amp.initialize() leaves them: write tensor.to(weight.dtype); put layers "
             "into the model before, or call amp.deactivate(), then amp.initialize() anew."
         )
     return None
@@ -186,7 +186,7 @@ def _other_strays(strays: Mapping[str, str]) -> str:
     path, stored = next(iter(strays.items()))
     return (
         f"{path!r} holds {stored} weights, as `weight.data = tensor` or a new layer leaves them, "
-        "and returns that dtype: write weight.data.copy_(tensor), and put layers into the model "
+        "and returns that dtype: write tensor.to(weight.dtype), and put layers into the model "
         "before amp.initialize(). If that is as it should be: "
     )
 
@@ -336,6 +336,6 @@ def _mend_of_a_cast(stored: set[str]) -> str:
     mend = ", or call amp.deactivate() in its place, which keeps the masters' values"
     return (
         f"All its weights are {min(stored)}, as {call} leaves them: leave that call out"
-        f"{mend if min(stored) == 'float32' else ''}. (So does `param.data = tensor`; write "
-        "param.data.copy_(tensor).)"
+        f"{mend if min(stored) == 'float32' else ''}. So does `param.data = tensor`, of an average "
+        "of weights say: write `param.data = tensor.to(param.dtype)`."
     )

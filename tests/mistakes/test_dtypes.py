@@ -254,9 +254,8 @@ def test_a_weight_that_was_multiplied_by_a_mask_in_float32(amp: ModuleType, leve
     model.last.weight.data = masked
     note = fail(lambda: model(X))
     assert "'last' holds float32 weights, as `weight.data = tensor`" in note
-    assert "write weight.data.copy_(tensor)" in note
-    model.last.weight.data = stored
-    model.last.weight.data.copy_(masked)
+    assert "write tensor.to(weight.dtype)" in note
+    model.last.weight.data = masked.to(stored.dtype)
     scaled_backward(amp, 0.01 * model(X).float().square().mean(), optimizer)
     optimizer.step()
     (stepped,) = (p for p in core.master_params(optimizer) if p.shape == mask.shape)
@@ -281,7 +280,7 @@ def test_a_layer_whose_weights_were_replaced_by_float32_ones(amp: ModuleType) ->
     note = fail(lambda: model(torch.tensor([1, 2])))
     assert "this came from module '1' (Mean)" in note
     assert "'0' holds float32 weights, as `weight.data = tensor`" in note
-    assert "write weight.data.copy_(tensor)" in note
+    assert "write tensor.to(weight.dtype)" in note
     model[1].weight.data = torch.ones(4)
     model.append(Mean().half())
     assert "'0' holds float32 weights" in fail(lambda: model(torch.tensor([1, 2])))
@@ -342,6 +341,31 @@ def test_the_model_in_float_again(amp: ModuleType, level: str) -> None:
     model.float()
     note = fail(lambda: model(X))
     assert "as model.float() leaves them: leave that call out, or call amp.deactivate()" in note
+
+
+@pytest.mark.parametrize("level", HALF)
+def test_an_average_in_float32_that_takes_the_place_of_the_weights(
+    amp: ModuleType, level: str
+) -> None:
+    """As a class of many scripts does for an evaluation; what the note says puts it there."""
+    model, optimizer = prepared(amp, level)
+    average = {name: value + 0.5 for name, value in model.state_dict().items()}
+    backup = {name: param.data for name, param in model.named_parameters()}
+    for name, param in model.named_parameters():
+        param.data = average[name]
+    assert "write `param.data = tensor.to(param.dtype)`" in fail(lambda: model(X))
+    for name, param in model.named_parameters():
+        param.data = average[name].to(backup[name].dtype)
+    expected = copy.deepcopy(model).float()
+    expected.load_state_dict(average)
+    found = model(X)
+    assert torch.allclose(found, expected(X), rtol=0.05, atol=0.05)
+    for name, param in model.named_parameters():
+        param.data = backup[name]
+    assert not torch.allclose(model(X), found, rtol=0.05, atol=0.05)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer.step()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 @pytest.mark.parametrize(("level", "name"), [("O2", "bfloat16"), ("O5", "half")])
