@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from amp_patch.step.earlier_gradients import reading_hooks
 from amp_patch.warn_once import warn_once
 
 from .linear_hooks import only_multiplies
@@ -93,6 +94,9 @@ def tell_of_earlier(models: Iterable[nn.Module]) -> None:
     hooks = chain.from_iterable((tensor._backward_hooks or {}).values() for tensor in tensors)
     if not all(map(_suits_any_scale, hooks)):
         _tell(_METHODS["torch.Tensor.register_hook"])
+    tensors = chain.from_iterable(model.parameters() for model in models)
+    if not all(map(_suits_any_scale, reading_hooks(tensors))):
+        _tell(_METHODS["torch.Tensor.register_post_accumulate_grad_hook"])
     if any(module._backward_hooks or module._backward_pre_hooks for module in modules):
         _tell(_METHODS["torch.nn.modules.module.Module.register_full_backward_hook"])
 

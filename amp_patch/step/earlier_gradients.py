@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Container
+from collections.abc import Callable, Container, Iterable, Iterator
 from itertools import compress, repeat
 from typing import Any
 
 from torch import Tensor
 
+from amp_patch.warn_once import NOT_THE_USERS, warn_once
 from amp_patch.weights.parameter_lists import clear_grads, look_up
 
 
@@ -44,6 +45,8 @@ class EarlierGradients:
         # Before they are cleared: an error may come between.
         self.params, self.grads = params, grads
         clear_grads(params)
+        if any(True for _ in reading_hooks(params)):
+            _tell_of_hooks()
         return are_views
 
     def give_back(self) -> None:
@@ -76,5 +79,30 @@ class EarlierGradients:
         return dict(zip(map(id, self.params), self.grads, strict=True))
 
 
+def reading_hooks(params: Iterable[Tensor]) -> Iterator[Callable[..., Any]]:
+    """Yield hooks of scripts by ``register_post_accumulate_grad_hook`` that read ``param.grad``.
+
+    Not those that step: at a scale of 1 they get what a step has added up, else they are refused.
+    """
+    for hooks in filter(None, map(_HOOKS, params)):
+        for hook in hooks.values():
+            code: Any = getattr(hook, "__code__", None)
+            if code is None or code.co_filename.startswith(NOT_THE_USERS):
+                continue
+            if "grad" in code.co_names and "step" not in code.co_names:
+                yield hook
+
+
+def _tell_of_hooks() -> None:
+    warn_once(
+        "a hook of register_post_accumulate_grad_hook sees in `param.grad` what a step has added "
+        "up so far, where the scaled losses before were given delay_unscale=True; got a further "
+        "scale_loss() block without, in which it sees the gradients of that block alone, for "
+        "earlier ones wait aside. Call amp.scale_loss(loss, optimizer, delay_unscale=True) in all "
+        "blocks but the last of a step."
+    )
+
+
+_HOOKS = operator.attrgetter("_post_accumulate_grad_hooks")
 _GRAD = operator.attrgetter("grad")
 _IS_VIEW = Tensor._is_view

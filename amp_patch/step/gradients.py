@@ -105,6 +105,11 @@ class Gradients:
         return bool(self._aside) and not self.are_pending
 
     @property
+    def are_earlier(self) -> bool:
+        """True in a pass that adds to what an earlier one has left."""
+        return bool(self._aside) or self.scaled.scale is not None
+
+    @property
     def _are_waiting(self) -> bool:
         """True while the masters' gradients wait until somebody reads them."""
         return self._lazy is not None and self._lazy.are_waiting

@@ -409,6 +409,8 @@ class OptimizerBackward:
         """End the pass inside of its block: its backward is over, or a hook of that steps."""
         is_over = torch._C._current_graph_task_id() == -1
         if steps and not (is_over or self._is_scaled):
+            if self.masters is not None and self.gradients.are_earlier:
+                self.gradients.receive_alone(self.pairs(), 1.0, is_checked=False)
             self._close()
         elif is_over and self._pass is not None and self.gradients.wrote(self.pairs()):
             self._pass.unscale_()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from training import batches, loss_of, make, prepared
 
 from amp_patch import amp as core
@@ -45,7 +46,7 @@ def test_it_is_told_once_where_there_is_a_scale(amp: ModuleType, level: str, on:
         assert one.filename == __file__
 
 
-@pytest.mark.parametrize("on", ["parameter", "module"])
+@pytest.mark.parametrize("on", ["parameter", "after accumulation", "module"])
 def test_one_from_before_initialize_is_told_there(amp: ModuleType, on: str) -> None:
     model, optimizer = make()
     REGISTER[on](model)
@@ -123,3 +124,32 @@ def test_one_on_what_the_optimizer_steps_is_called(
             scaled_loss.backward()
         assert len(seen) == calls
         handle.remove()
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize("delays", [False, True])
+def test_what_a_hook_sees_of_a_step_with_several_blocks(
+    amp: ModuleType, level: str, delays: bool
+) -> None:
+    """All that was added up, as without amp; or a warning says how it does."""
+    plain, _ = make()
+    scale = 128.0 if level in ("O1", "O2") else 1.0
+    model, optimizer = prepared(amp, level, loss_scale=scale)
+    seen: dict[nn.Module, list[float]] = {plain: [], model: []}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for one, norms in seen.items():
+            one.first.weight.register_post_accumulate_grad_hook(
+                lambda p, norms=norms: norms.append(float(p.grad.norm()))
+            )
+        last = [*batches()][-1]
+        for inputs in batches():
+            is_left = delays and not torch.equal(inputs, last)
+            with amp.scale_loss(loss_of(model, inputs), optimizer, delay_unscale=is_left) as loss:
+                loss.backward()
+            loss_of(plain, inputs).backward()
+    expected = [norm * scale for norm in seen[plain]]
+    is_right = seen[model] == pytest.approx(expected, rel=0.02)
+    assert is_right == (delays or level in ("O0", "O4"))
+    told = ["earlier ones wait aside" in str(one.message) for one in caught]
+    assert told.count(True) == (0 if is_right else 1)

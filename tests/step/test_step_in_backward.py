@@ -81,6 +81,52 @@ def test_it_trains_by_the_fused_step(amp: ModuleType) -> None:
     torch.testing.assert_close(got, trained_plainly(kind), rtol=0, atol=OFF["O5"])
 
 
+class _EverySecond:
+    """Steps a parameter's own optimizer behind every second backward that writes to it."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.calls = optimizer, 0
+
+    def __call__(self, param: Tensor) -> None:
+        self.calls += 1
+        if self.calls % 2 == 0:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("delays", [False, True])
+@pytest.mark.parametrize(
+    ("level", "fused_step"),
+    [*product(("O0", "O1", "O2", "O4", "O5"), [False]), *product(("O2", "O5"), [True])],
+)
+def test_it_adds_up_what_earlier_blocks_have_left(
+    amp: ModuleType, level: str, fused_step: bool, delays: bool
+) -> None:
+    values = []
+    for is_plain in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+        optimizers = [torch.optim.SGD([p], lr=0.5, momentum=0.9) for p in model.parameters()]
+        for param, optimizer in zip(model.parameters(), optimizers, strict=True):
+            param.register_post_accumulate_grad_hook(_EverySecond(optimizer))
+        if not is_plain:
+            options = {"opt_level": level, "loss_scale": 1.0, "fused_step": fused_step}
+            amp.initialize(model, optimizers, verbosity=0, **options)
+        for number in range(8):
+            rows = X * (0.3 if number % 2 else 1.0)
+            loss = F.cross_entropy(model(rows).float(), Y)
+            if is_plain:
+                loss.backward()
+                continue
+            is_left = delays and number % 2 == 0
+            with amp.scale_loss(loss, optimizers, delay_unscale=is_left) as scaled_loss:
+                scaled_loss.backward()
+        values.append([value.clone() for value in model.state_dict().values()])
+    expected, got = values
+    torch.testing.assert_close(got, expected, rtol=0.0, atol={"O0": 1e-6}.get(level, 0.01))
+    assert not torch.allclose(got[0], got[0] * 0.0, atol=0.01)
+
+
 @pytest.mark.parametrize(
     ("level", "options"),
     [("O1", {}), ("O2", {}), ("O5", {"loss_scale": "dynamic"}), ("O2", {"loss_scale": 128.0})],
