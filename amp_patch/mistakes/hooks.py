@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from amp_patch.step.earlier_gradients import reading_hooks
 from amp_patch.warn_once import warn_once
 
-from .linear_hooks import only_multiplies
+from .linear_hooks import is_linear_in_grad, only_multiplies
 
 _METHODS = {
     "torch.Tensor.register_hook": "of a tensor (register_hook)",
@@ -75,6 +75,8 @@ def _telling(
 def _suits_any_scale(hook: Any) -> bool:
     """Return whether a hook of a tensor is seen to do the same at any scale, or to ask for it."""
     names = getattr(getattr(hook, "__code__", None), "co_names", ())
+    if "grad" in names:  # of the tensor that it is given
+        return "loss_scale" in names or is_linear_in_grad(hook)
     return "loss_scale" in names or only_multiplies(hook)
 
 

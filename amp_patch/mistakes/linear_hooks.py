@@ -32,6 +32,12 @@ _METHODS |= {"all_reduce", "wait"}
 _REACHING = frozenset({"distributed", "ReduceOp", "SUM", "AVG"})
 #: Attributes of a gradient that do not depend on its numbers.
 _ATTRIBUTES = frozenset({"device", "dtype", "shape"})
+#: What a hook may call on ``param.grad``, and what it may name on the way.
+_OF_GRAD = _METHODS | _ATTRIBUTES | _REACHING | {"copy_", "dist", "grad", "get_world_size", "torch"}
+_OPERATORS = ("*", "*=", "/", "/=", "[]")
+#: Of older versions of Python, which have an instruction for each operator, and of comparisons.
+_COMPUTING = ("BINARY_", "INPLACE_", "COMPARE_OP", "STORE_SUBSCR")
+_FACTORS = {"BINARY_OP", "BINARY_SUBSCR", *_PRODUCTS, *_DIVISIONS}
 
 
 def only_multiplies(hook: Callable[..., Any]) -> bool:
@@ -43,6 +49,21 @@ def only_multiplies(hook: Callable[..., Any]) -> bool:
     if not isinstance(hook, FunctionType) or hook.__code__.co_argcount != 1:
         return False
     return all(map(_is_multiplication, _statements(hook.__code__)))
+
+
+def is_linear_in_grad(hook: Callable[..., Any]) -> bool:
+    """Return whether a hook is seen to multiply, copy or sum over ranks the gradient of its tensor.
+
+    Args:
+        hook: of ``register_post_accumulate_grad_hook``, which reads ``param.grad``.
+    """
+    if not isinstance(hook, FunctionType) or not _OF_GRAD.issuperset(hook.__code__.co_names):
+        return False
+    for one in dis.get_instructions(hook.__code__):
+        is_product = one.argrepr in _OPERATORS if one.opname == "BINARY_OP" else True
+        if not is_product or one.opname.startswith(_COMPUTING) and one.opname not in _FACTORS:
+            return False
+    return True
 
 
 def _statements(code: CodeType) -> Iterator[list[dis.Instruction]]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed import get_world_size
 
-from amp_patch.mistakes.linear_hooks import only_multiplies
+from amp_patch.mistakes.linear_hooks import is_linear_in_grad, only_multiplies
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -165,3 +165,39 @@ def test_one_that_multiplies_is_seen_to_and_does(hook: Hook) -> None:
 @pytest.mark.parametrize("hook", MAY_DEPEND)
 def test_any_other_is_not(hook: Hook) -> None:
     assert not only_multiplies(hook)
+
+
+def averages_at_last(param: Any) -> None:
+    if SEEN and param.grad is not None:
+        distributed.all_reduce(param.grad)
+        param.grad /= get_world_size()
+
+
+def multiplies_masked(mask: Tensor) -> Hook:
+    return lambda param: param.grad.mul_(mask)
+
+
+def drops_large(param: Any) -> None:
+    param.grad[param.grad > 1] = 0
+
+
+def decays(param: Any) -> None:
+    param.grad = param.grad + 0.1 * param.data
+
+
+OF_PARAMETERS: dict[Hook, bool] = {
+    averages_at_last: False,  # at a place that it asks for by a name
+    multiplies_masked(MASK): True,
+    lambda param: distributed.all_reduce(param.grad): True,
+    lambda param: torch.distributed.all_reduce(param.grad.mul_(0.5)): True,
+    lambda param: param.grad.clamp_(-1, 1): False,
+    lambda param: SEEN.append(param.grad.norm()): False,
+    drops_large: False,
+    decays: False,
+    print: False,
+}
+
+
+@pytest.mark.parametrize(("hook", "is_linear"), [*OF_PARAMETERS.items()])
+def test_what_is_linear_in_the_gradient_of_a_parameter(hook: Hook, is_linear: bool) -> None:
+    assert is_linear_in_grad(hook) == is_linear

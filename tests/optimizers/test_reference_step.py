@@ -402,6 +402,7 @@ def test_gradients_of_another_dtype_are_unscaled_at_once(amp: ModuleType, passes
 
 
 @pytest.mark.filterwarnings("ignore:a hook of a parameter")
+@pytest.mark.filterwarnings("ignore:a hook of register_post_accumulate_grad_hook sees")
 @pytest.mark.parametrize("passes", [1, 2, 3])
 def test_gradients_in_memory_of_others_are_made_before_that_is_written_to(
     amp: ModuleType, passes: int
