@@ -18,6 +18,7 @@ from .values import (
     Function,
     Imported,
     Items,
+    Sum,
     Table,
     Value,
     alternatives,
@@ -212,7 +213,8 @@ class Expressions(Reader):
                 return Value(parts=[left, right])
             if not isinstance(value, int) or abs(value) < _LARGEST:
                 return Const(value, node)
-        return Value(f"({left.key} {type(op).__name__} {right.key})", [left, right])
+        made = Sum if isinstance(op, ast.Add | ast.Sub) else Value
+        return made(f"({left.key} {type(op).__name__} {right.key})", [left, right])
 
     def _read_Lambda(self, node: ast.Lambda) -> Value:
         return Function(node, self.scope, self.defaults(node.args))

@@ -186,6 +186,14 @@ class Params(Value):
         self.owner = root(owner)
 
 
+class Sum(Value):
+    """What an addition, or a subtraction, of two values makes."""
+
+    def __init__(self, key: str, terms: Sequence[Value]) -> None:
+        super().__init__(key, terms)
+        self.terms = terms
+
+
 class Cast(Value):
     """``base`` in another dtype, ``"float16"`` say; a module is the same object then."""
 

@@ -82,6 +82,10 @@ def _wrong(value: Value | None, wanted: str, guards: Guards) -> str:
     return found[0] if all(found) and found else ""
 
 
+#: Make a tensor of a number, of which no backward comes to a model.
+_OF_NUMBERS = ("torch.tensor", "torch.as_tensor", "torch.autograd.Variable")
+
+
 def _what(value: Value, wanted: str) -> str:
     """Return what a value is for sure; "" where that is wanted, or not known."""
     made = root(value)
@@ -94,5 +98,6 @@ def _what(value: Value, wanted: str) -> str:
         "a model": is_module(made) and wanted != "model",
         "a number": source in (".item", "builtins.float"),
         "a detached tensor": source == ".detach" and wanted == "loss",
+        "a tensor without a graph": source in _OF_NUMBERS and wanted == "loss",
     }
     return next((name for name, is_so in found.items() if is_so), "")

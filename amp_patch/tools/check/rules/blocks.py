@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from amp_patch.tools.check.guards import contradict, is_of_try
 from amp_patch.tools.check.trace import Block, Call, Trace, is_optimizer, once, owners_of
 from amp_patch.tools.check.truth import truth_of
-from amp_patch.tools.check.values import Const, Value, alternatives, flat, root
+from amp_patch.tools.check.values import Const, Sum, Value, alternatives, flat, root
 
 from .registry import rule
 from .steps import (
@@ -91,6 +91,26 @@ def unscaled_loss(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
         source = call.receiver and root(call.receiver).source
         if source and source.name == "amp.scale_loss":
             yield call.node, "scale_loss(...).backward() without a with statement"
+
+
+@rule(
+    "unscaled-term",
+    "a penalty, or another loss, is added to the scaled loss, and is not scaled itself",
+    "add it to the loss: with amp.scale_loss(loss + penalty, optimizer) as scaled_loss",
+)
+def unscaled_term(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
+    """``scaled_loss += penalty``, at a level with a loss scale."""
+    for call, value in backwards(trace):
+        for block in call.blocks[-1:]:
+            if any(_is_beside(trace, call, one, block) for one in _added(value, block)):
+                yield call.node, "a backward of the scaled loss plus what is not scaled"
+
+
+def _added(value: Value, block: Block) -> Iterator[Value]:
+    """Yield what is added to the scaled loss, or to what is made of it, on the way to a value."""
+    for one in (value, *value.deps):
+        if isinstance(one, Sum) and any(_is_scaled(root(term), block) for term in one.terms):
+            yield from map(root, one.terms)
 
 
 def _goes_on(call: Call) -> bool:
