@@ -24,6 +24,7 @@ from .foreign_objects import cast_frame, has_more_neighbours, promote_column
 from .half_saving import HalfSaving
 from .half_sums import add_rows, can_add
 from .lookups import looking_up
+from .many_uses import counting
 from .meeting_dtypes import MEETINGS, casting_where_they_meet
 from .mode import FLOATS, HALVES, OFF, mode, process
 from .nested import map_tensors
@@ -39,7 +40,7 @@ WITHOUT_HALF = ("no_half", "float_on_cpu")
 #: Of which only `library_rules` knows: the first two for methods of DGL's objects.
 OWN_CASTS = (
     *("frames", "rows", "sums", "told", "loss", "widened", "wide", "rounded", "lengths"),
-    *("logits", "uncast", "lookup", *MEETINGS),
+    *("logits", "uncast", "lookup", "counted", *MEETINGS),
 )
 IN_FLOAT = ("never", "cpu", "mixed", "always")
 OWN_IN_FLOAT = ("hubs",)
@@ -65,6 +66,8 @@ def wrap(function: Function, rule: Rule) -> Function:
         return _widening(function)
     if rule.casts == "lookup":
         return looking_up(function)
+    if rule.casts == "counted":
+        return counting(function)
     has_kernel = rule.casts != "logits" or fused_loss.has_kernel(function)
     run = functools.partial(_RUN.get(rule.casts if has_kernel else "wide", _run), rule)
     if rule.in_float == "hubs":

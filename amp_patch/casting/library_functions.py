@@ -30,7 +30,7 @@ Pairs = dict[int, tuple[Any, Any]]
 #: Which do nothing before a model is stored in half, so that torch's functions and all methods wait
 #: for one; "logits" has its like among O1's casts.
 _FOR_HALF = (
-    *("stored", "frames", "wide", "rounded", "lengths", "logits", "lookup"),
+    *("stored", "frames", "wide", "rounded", "lengths", "logits", "lookup", "counted"),
     *(*WITHOUT_HALF, *MEETINGS),
 )
 

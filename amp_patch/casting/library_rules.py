@@ -30,8 +30,10 @@ stands for that method of every class that the module, or one inside of it, defi
 - "rounded": as "wide", and the results are cast to the model's dtype. For what calls no layer: it
   needs no region, in which each call of torch goes through Python.
 - "lengths": as "rounded", where the first argument is half and no dtype is told.
+- "no_half": as `rules.NO_HALF` where a model is stored in half; O1 has another rule for it.
 - "uncast": not at all, nor is what it calls, as if no level cast; left alone in such a model.
 - "lookup": as it is, but the gradient of a half table is added up in float32 on a CPU.
+- "counted": as it is, but a weight that is used very often is used in parts, see `many_uses`.
 - "logits": as "wide", and not where a CUDA kernel of ours takes them as they are.
 - "product", "products": in such a model float32 ones that meet half ones to its dtype, as its
   layers cast them; not where a float32 parameter is among them, which came to the model later. Of
@@ -78,6 +80,7 @@ REASONS = {
     "spectra": "torch has no half kernel for it, but on a GPU for sizes that are powers of two",
     "sparse": "it refuses two dtypes, and half matrices in rows on the CPU",
     "tiny": "a constant that keeps it from dividing by zero, 1e-30 or 1e-12, is zero in float16",
+    "uses": "autograd adds up in half what comes back from hundreds of uses",
     "weights": "float32 weights of edges would make float32 messages",
 }
 
@@ -162,6 +165,11 @@ RULES = {
         "lstm_cell": ("cell", "never", "one dtype"),
         "rnn_relu_cell": ("cell", "never", "one dtype"),
         "rnn_tanh_cell": ("cell", "never", "one dtype"),
+        "gru": ("counted", "never", "uses"),
+        "lstm": ("counted", "never", "uses"),
+        "nuclear_norm": ("no_half", "always", "no kernel anywhere"),
+        "rnn_relu": ("counted", "never", "uses"),
+        "rnn_tanh": ("counted", "never", "uses"),
     },
     "torch": {
         "addbmm": ("products", "never", "one dtype"),
@@ -217,6 +225,7 @@ RULES = {
         "pdist": ("wide", "always", "no kernel anywhere"),
         "embedding": ("lookup", "cpu", "hubs"),
         "embedding_bag": ("lookup", "cpu", "hubs"),
+        "nuclear_norm": ("no_half", "always", "no kernel anywhere"),
         "segment_reduce": ("promote", "always", "hubs"),
         "spmm": ("stored", "cpu", "sparse"),
         "stft": ("rounded", "always", "spectra"),
@@ -251,6 +260,7 @@ RULES = {
         "multi_dot": ("products", "never", "one dtype"),
         "vecdot": ("product", "never", "one dtype"),
         "matrix_exp": ("promote", "always", "not finite"),
+        "matrix_norm": ("no_half", "always", "no kernel anywhere"),
         # torch.norm and Tensor.norm call vector_norm
         "norm": ("lengths", "always", "curved"),
         "vector_norm": ("lengths", "always", "curved"),
@@ -265,7 +275,10 @@ RULES = {
         "linear": ("product", "never", "one dtype"),
         "prelu": ("product", "never", "one dtype"),
         "group_norm": ("norm", "never", "one dtype"),
+        "instance_norm": ("counted", "never", "uses"),
         "layer_norm": ("norm", "never", "one dtype"),
+        "multi_head_attention_forward": ("counted", "never", "uses"),
+        "rms_norm": ("counted", "never", "uses"),
         "scaled_dot_product_attention": ("attention", "never", "one dtype"),
         "bilinear": ("joined", "never", "one dtype"),
         "affine_grid": ("wide", "always", "coordinates"),

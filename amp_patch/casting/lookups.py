@@ -82,9 +82,9 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Any:
-    if scale_grad_by_freq or sparse:
+    if sparse:
         return function(weight, ids, padding_idx, scale_grad_by_freq, sparse)
-    return _Lookup.apply(function, weight, ids, padding_idx)
+    return _Lookup.apply(function, weight, ids, padding_idx, scale_grad_by_freq)
 
 
 class _Context(FunctionCtx):
@@ -92,6 +92,7 @@ class _Context(FunctionCtx):
 
     shape: torch.Size
     padding: int
+    by_freq: bool
     saved_tensors: tuple[Tensor]
 
 
@@ -100,10 +101,15 @@ class _Lookup(Function):
 
     @staticmethod
     def forward(
-        ctx: _Context, function: Callable[..., Tensor], weight: Tensor, ids: Tensor, padding: int
+        ctx: _Context,
+        function: Callable[..., Tensor],
+        weight: Tensor,
+        ids: Tensor,
+        padding: int,
+        by_freq: bool,
     ) -> Tensor:
         ctx.save_for_backward(ids)
-        ctx.shape, ctx.padding = weight.shape, padding
+        ctx.shape, ctx.padding, ctx.by_freq = weight.shape, padding, by_freq
         return function(weight, ids, padding)
 
     @staticmethod
@@ -112,13 +118,17 @@ class _Lookup(Function):
         if is_recorded() or torch._C._functorch.is_legacy_batchedtensor(grad):
             # `is_grads_batched` hands on many at once, which nothing here could write to.
             of_torch = torch.ops.aten.embedding_dense_backward
-            return None, of_torch(grad, ids, ctx.shape[0], ctx.padding, False), None, None
+            given = of_torch(grad, ids, ctx.shape[0], ctx.padding, ctx.by_freq)
+            return None, given, None, None, None
         # Of each row that was looked up alone: of all rows the sums would take 4 bytes a number.
         rows, places = torch.unique(ids.reshape(-1), return_inverse=True)
         sums = sums_at(grad.reshape(len(places), -1), places, None, 0, len(rows))
+        if ctx.by_freq:
+            sums = sums / torch.bincount(places)[:, None]
         if ctx.padding >= 0:
             sums = sums.masked_fill((rows == ctx.padding)[:, None], 0.0)
-        return None, grad.new_zeros(ctx.shape).index_copy(0, rows.long(), sums), None, None
+        rows_of_all = grad.new_zeros(ctx.shape).index_copy(0, rows.long(), sums)
+        return None, rows_of_all, None, None, None
 
 
 def _embedding_bag(
@@ -139,6 +149,8 @@ def _embedding_bag(
             *(weight, ids, offsets, scale_grad_by_freq, mode, sparse),
             *(per_sample_weights, include_last_offset, padding_idx),
         )
+    if padding_idx is not None and padding_idx < 0:  # counted from the end
+        padding_idx += len(weight)
     rows, places = torch.unique(ids, return_inverse=True)
     table = weight.index_select(0, rows).float()
     found, *others = function(

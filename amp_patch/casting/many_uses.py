@@ -9,7 +9,9 @@ of functions, rules or modes.
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -103,12 +105,34 @@ def used(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...]
     """Count one use more of a function's first weight, and return what it is to be called with."""
     weights = (one for one in chain(args, kwargs.values()) if type(one) is Parameter)
     weight = next(weights, None)
+    if weight is None:  # those of a recurrent layer come in a list
+        lists = (one for one in args if type(one) is list)
+        weight = next((one for one in chain(*lists) if type(one) is Parameter), None)
     return in_parts(args, kwargs) if weight is not None and is_used_up(weight) else (args, kwargs)
 
 
 def in_parts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
     """Return a function's arguments, of which a weight `is_used_up`, with a `part` for each."""
-    return tuple(map(part, args)), {name: part(value) for name, value in kwargs.items()}
+    return tuple(map(_parts_of, args)), {name: part(value) for name, value in kwargs.items()}
+
+
+def _parts_of(value: Any) -> Any:
+    return list(map(part, value)) if type(value) is list else part(value)
+
+
+def counting(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of torch that is called with parts of a weight that `is_used_up`."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            args, kwargs = used(args, kwargs)
+        return function(*args, **kwargs)
+
+    # TorchScript compiles the original: it cannot read a closure.
+    wrapper.__prepare_scriptable__ = lambda: function  # type: ignore[attr-defined]  # our own
+    wrapper.stands_for = function  # type: ignore[attr-defined]  # for `installation`
+    return wrapper
 
 
 def part(value: Any) -> Any:

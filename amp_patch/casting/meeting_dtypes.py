@@ -91,7 +91,7 @@ def _run(
     is_lost = loses is not None and loses(*args, **kwargs)
     if "out" in kwargs or not (is_lost or _meet(taken)):
         return function(*args, **kwargs)
-    if is_lost and word == "norm" and _has_few_rows(*args):
+    if is_lost and word == "norm" and _has_few_rows(*args, **kwargs):
         return _beside_float_weights(function, *args, **kwargs)
     if word in ("joined", "norm") or any(map(is_sparse_on_cpu, taken)):
         given = {name: to_float(value) for name, value in given.items()}
@@ -123,7 +123,7 @@ def layer_norm_of_half(torchs: Function) -> Function:
 def _beside_float_weights(
     function: Function,
     input: Any,
-    shape: Any,
+    normalized_shape: Any,
     weight: Any,
     bias: Any = None,
     *args: Any,
@@ -134,7 +134,7 @@ def _beside_float_weights(
     It takes half of the casts of a layer norm in float32.
     """
     bias = None if bias is None else bias.float()
-    return function(input, shape, weight.float(), bias, *args, **kwargs)
+    return function(input, normalized_shape, weight.float(), bias, *args, **kwargs)
 
 
 def _layer_norm_loses(
@@ -150,7 +150,9 @@ def _layer_norm_loses(
     return isinstance(weight, Tensor) and not _has_few_rows(input, normalized_shape, weight)
 
 
-def _has_few_rows(input: Tensor, normalized_shape: Any, weight: Any = None, *others: Any) -> bool:
+def _has_few_rows(
+    input: Tensor, normalized_shape: Any, weight: Any = None, *others: Any, **more: Any
+) -> bool:
     """Tell whether a layer norm has weights, whose gradients a CPU may add up in half."""
     if not isinstance(weight, Tensor):
         return False

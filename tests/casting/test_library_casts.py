@@ -1,5 +1,6 @@
 """What a rule casts and where it is computed, against the rules in other words; what is kept."""
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from amp_patch.casting import cached_casts
 from amp_patch.casting.library_casts import CASTS, IN_FLOAT, Rule, _dtypes, wrap
@@ -303,3 +304,31 @@ def test_gradients_are_those_of_float32(
     assert found.double().allclose(expected, atol=precision, rtol=precision)
     for one, other in zip(ours, theirs, strict=True):
         assert one.grad.double().allclose(other.grad.double(), atol=8 * precision, rtol=precision)
+
+
+NORMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "matrix_norm": lambda w: torch.linalg.matrix_norm(w, 2),
+    "matrix_norm, nuclear": lambda w: torch.linalg.matrix_norm(w, ord="nuc"),
+    "norm": lambda w: torch.norm(w, "nuc"),
+    "method": lambda w: w.norm("nuc"),
+    "nuclear_norm": lambda w: torch.nuclear_norm(w),
+}
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.filterwarnings("ignore:at::nuclear_norm is deprecated")
+@pytest.mark.parametrize("name", NORMS)
+def test_norms_of_half_matrices_are_float32_s(amp: ModuleType, level: str, name: str) -> None:
+    """In the model, for a penalty in its forward, and beside it."""
+
+    class Penalized(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).square().mean() + NORMS[name](self.weight)
+
+    model = amp.initialize(Penalized(4, 4), opt_level=level, loss_scale=1.0, verbosity=0)
+    wide = model.weight.detach().float().requires_grad_()
+    NORMS[name](wide).backward()
+    for loss in (model(torch.zeros(1, 4)), NORMS[name](model.weight)):
+        model.weight.grad = None
+        loss.backward()
+        torch.testing.assert_close(model.weight.grad.float(), wide.grad, rtol=0.02, atol=0.01)

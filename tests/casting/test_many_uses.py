@@ -190,6 +190,17 @@ CALLS: dict[str, tuple[list[tuple[int, ...]], Callable[..., Tensor]]] = {
     "convolution": ([(2, 1, 3), (2,)], lambda x, w, b: F.conv1d(x[:, None], w, b)),
     "layer norm": ([(4,), (4,)], lambda x, w, b: F.layer_norm(x, (4,), w, b)),
     "group norm": ([(4,), (4,)], lambda x, w, b: F.group_norm(x, 2, w, b)),
+    "RMS norm": ([(4,)], lambda x, w: F.rms_norm(x, (4,), w)),
+    "instance norm": (
+        [(4,), (4,)],
+        lambda x, w, b: F.instance_norm(x.T[None], weight=w, bias=b)[..., 0],
+    ),
+    "recurrent layer": (
+        [(12, 4), (12, 4), (12,), (12,)],
+        lambda x, *w: torch._VF.gru(  # type: ignore[attr-defined]  # as nn.GRU calls it
+            x[None], x[None], list(w), True, 1, 0.0, True, False, False
+        )[0][0],
+    ),
     "cell": (
         [(12, 4), (12, 4), (12,), (12,)],
         lambda x, *weights: torch.gru_cell(x, x, *weights),
@@ -224,6 +235,34 @@ def test_a_thousand_uses_of_a_half_weight_add_up_in_float32(
             error = (found.grad.double() - one.grad).norm() / one.grad.norm()
             assert error < bound
         optimizer.step()
+
+
+def attend(layer: nn.Module, y: Tensor) -> Tensor:
+    """Return the outputs of an attention, whose keys are others than its queries."""
+    return layer(y, y + 1, y + 1)[0]  # type: ignore[no-any-return]  # a module's call
+
+
+@pytest.mark.parametrize(
+    ("layer", "call", "count"),
+    [
+        (nn.GRU(4, 4, batch_first=True), lambda layer, y: layer(y)[0], 4),
+        (nn.LSTM(4, 4), lambda layer, y: layer(y)[0], 4),
+        (nn.RNN(4, 4, 2, nonlinearity="relu"), lambda layer, y: layer(y)[0], 8),
+        (nn.RMSNorm(4), lambda layer, y: layer(y), 1),
+        (nn.InstanceNorm1d(3, affine=True), lambda layer, y: layer(y), 2),
+        (nn.MultiheadAttention(4, 2), attend, 4),
+        (nn.MultiheadAttention(4, 2), lambda layer, y: layer(y, y, y)[0], 4),
+    ],
+    ids=["GRU", "LSTM", "RNN", "RMSNorm", "InstanceNorm", "attention", "self-attention"],
+)
+def test_layers_of_several_functions_are_used_in_parts(
+    amp: ModuleType, layer: nn.Module, call: Callable[[nn.Module, Tensor], Tensor], count: int
+) -> None:
+    amp.initialize(layer, opt_level="O5", verbosity=0)
+    y = torch.randn(2, 3, 4)
+    for _ in range(2 * USES[torch.bfloat16]):
+        y = call(layer, y)
+    assert len(parts_of(y)) == count
 
 
 @pytest.mark.parametrize("cell", [nn.GRUCell, nn.LSTMCell, nn.RNNCell])

@@ -346,7 +346,13 @@ def test_a_model_that_makes_positions_and_a_mask_trains_as_in_float32(
 LOSING: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "many rows": lambda x, w, b: F.layer_norm(x, (8,), w, b),
     "many rows, by name": lambda x, w, b: F.layer_norm(x, (8,), weight=w, bias=b),
+    "many rows, all by name": lambda x, w, b: F.layer_norm(
+        input=x, normalized_shape=(8,), weight=w, bias=b, eps=1e-5
+    ),
     "equal numbers": lambda x, w, b: F.layer_norm(x[:2] * 0, (8,), w, b, 1e-12),
+    "equal numbers, shape by name": lambda x, w, b: F.layer_norm(
+        x[:2] * 0, normalized_shape=(8,), weight=w, bias=b, eps=1e-12
+    ),
     "equal numbers, bias by name": lambda x, w, b: F.layer_norm(
         x[:2] * 0, (8,), w, bias=b, eps=1e-12
     ),
