@@ -316,7 +316,7 @@ NORMS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
-@pytest.mark.filterwarnings("ignore:at::nuclear_norm is deprecated")
+@pytest.mark.filterwarnings("ignore:at..nuclear_norm is deprecated")
 @pytest.mark.parametrize("name", NORMS)
 def test_norms_of_half_matrices_are_float32_s(amp: ModuleType, level: str, name: str) -> None:
     """In the model, for a penalty in its forward, and beside it."""
