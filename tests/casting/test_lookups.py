@@ -72,7 +72,7 @@ def test_an_embedding_s_gradient(
     count=st.sampled_from([257, 3000]),
     mode=st.sampled_from(["sum", "mean", "max"]),
     is_weighted=st.booleans(),
-    padding=st.sampled_from([None, 0, ROWS - 1, -1, -ROWS]),
+    padding=st.sampled_from([None, 0, ROWS - 1, -1]),
     by_freq=st.booleans(),
     integers=st.sampled_from([torch.int32, torch.int64]),
     seed=st.integers(0, 9),
@@ -88,7 +88,7 @@ def test_an_embedding_bag_s_gradient(
     seed: int,
 ) -> None:
     torch.manual_seed(seed)
-    weight, ids = table(dtype), torch.randint(0, ROWS - 1, (count,), dtype=integers)
+    weight, ids = table(dtype), torch.randint(0, ROWS, (count,), dtype=integers)
     offsets = torch.tensor([0, 2, 2, count // 2], dtype=integers)
     weights = torch.randn(count).to(dtype).requires_grad_() if is_weighted else None
     wide = [None if one is None else one.detach().double() for one in (weight, weights)]
