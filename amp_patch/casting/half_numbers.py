@@ -41,6 +41,8 @@ _FILLS = (
     "torch.nn.functional.pad",
     "torch.where",
 )
+#: The names of these functions alone.
+FILLS = frozenset(path.rpartition(".")[2] for path in _FILLS)
 #: Methods of Tensor, and functions of torch, with the names of their bounds behind the tensor.
 _CLAMPS = {
     "clamp": ("min", "max"),

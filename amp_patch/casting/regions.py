@@ -22,7 +22,9 @@ from amp_patch.patching import resolve
 
 from . import targets
 from .argument_casts import tensors_in, to_dtype
-from .mode import mode, process
+from .half_numbers import FILLS, within
+from .library_rules import RULES
+from .mode import HALVES, mode, process
 
 F = TypeVar("F", bound=Callable[..., Any])
 C = TypeVar("C", bound="CastContext")
@@ -63,7 +65,11 @@ class Region(TorchFunctionMode):
             return _normalize(func, dtype, args, dict(kwargs))
         # argument by argument: to look into the tuple and the dict takes twenty calls of Python
         kwargs = {name: to_dtype(value, dtype) for name, value in kwargs.items()}
-        return func(*[to_dtype(value, dtype) for value in args], **kwargs)
+        args = tuple([to_dtype(value, dtype) for value in args])
+        if func.__name__ in FILLS and dtype in HALVES:
+            args = tuple([within(value, dtype) for value in args])
+            kwargs = {name: within(value, dtype) for name, value in kwargs.items()}
+        return func(*args, **kwargs)
 
 
 class CastContext:
@@ -241,6 +247,8 @@ _COMPUTING = _names(targets.region_targets())
 _FIRST_ARGUMENT = _names(targets.first_argument_targets())
 # No half kernel, on no device or not on the CPU: a half region runs these in fp32 there.
 _NO_HALF = _names(path for path, rule in targets.rule_targets().items() if rule == "no_half")
+_NO_HALF |= {name for name, row in RULES["torch"].items() if row[2] == "no kernel anywhere"}
 _FLOAT_ON_CPU = _names(
     path for path, rule in targets.rule_targets().items() if rule in ("float_on_cpu", "banned")
 )
+_FLOAT_ON_CPU |= {"multi_margin_loss"}  # elsewhere a rule of O1 has it in fp32

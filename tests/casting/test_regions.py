@@ -521,3 +521,41 @@ def test_a_users_function_with_the_name_of_torchs_is_left_alone(level):
         assert linear(low) is low
         assert batch_norm(low, low) is low
         assert F.linear(low, W).dtype is torch.float32
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize("call", [torch.cdist, lambda x, y: F.pdist(x), lambda x, y: margin(x)])
+def test_what_has_no_half_kernel_is_in_float32_in_a_half_region(amp, level, call):
+    amp.initialize(nn.Linear(2, 2), opt_level=level, verbosity=0)
+    x, y = torch.randn(4, 8), torch.randn(4, 8)
+    with amp.half_region():
+        found = call(x, y)
+    assert found.dtype is torch.float32
+    torch.testing.assert_close(found, call(x, y))
+
+
+def margin(x):
+    return F.multi_margin_loss(x, torch.arange(4))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_a_number_is_the_nearest_half_one_in_a_half_region(amp, level, compiled):
+    """Also where the region casts the float32 scores that it is written into."""
+    amp.initialize(nn.Linear(2, 2), opt_level=level, verbosity=0)
+    scores = torch.randn(4, 4)
+    mask = scores > 0
+
+    def fill(scores):
+        with amp.half_region():
+            return [
+                torch.where(mask, scores, -1e9),
+                scores.masked_fill(mask, -1e9),
+                scores.where(mask, -1e9),
+            ]
+
+    torch.compiler.reset()
+    run = torch.compile(fill, backend="eager", fullgraph=True) if compiled else fill
+    for found in run(scores):
+        assert found.dtype is torch.float16
+        assert found.min() == torch.finfo(torch.float16).min
