@@ -24,7 +24,7 @@ from .foreign_objects import cast_frame, has_more_neighbours, promote_column
 from .half_saving import HalfSaving
 from .half_sums import add_rows, can_add
 from .lookups import looking_up
-from .many_uses import counting
+from .many_uses import used
 from .meeting_dtypes import MEETINGS, casting_where_they_meet
 from .mode import FLOATS, HALVES, OFF, mode, process
 from .nested import map_tensors
@@ -67,7 +67,7 @@ def wrap(function: Function, rule: Rule) -> Function:
     if rule.casts == "lookup":
         return looking_up(function)
     if rule.casts == "counted":
-        return counting(function)
+        return _counting(function)
     has_kernel = rule.casts != "logits" or fused_loss.has_kernel(function)
     run = functools.partial(_RUN.get(rule.casts if has_kernel else "wide", _run), rule)
     if rule.in_float == "hubs":
@@ -81,10 +81,26 @@ def wrap(function: Function, rule: Rule) -> Function:
             return function(*args, **kwargs)
         return run(function, args, kwargs)
 
+    return _standing_for(function, wrapper)
+
+
+def _standing_for(function: Function, wrapper: Any) -> Function:
     # TorchScript compiles the original: it cannot read a closure.
-    wrapper.__prepare_scriptable__ = lambda: function  # type: ignore[attr-defined]  # our own
-    wrapper.stands_for = function  # type: ignore[attr-defined]  # for `installation`
-    return wrapper
+    wrapper.__prepare_scriptable__ = lambda: function
+    wrapper.stands_for = function  # for `installation`
+    return wrapper  # type: ignore[no-any-return]  # a function, with attributes of our own
+
+
+def _counting(function: Function) -> Function:
+    """Return a function that is called with parts of a weight that is used very often."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            args, kwargs = used(args, kwargs)
+        return function(*args, **kwargs)
+
+    return _standing_for(function, wrapper)
 
 
 def _widening(method: Function) -> Function:

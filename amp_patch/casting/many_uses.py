@@ -9,9 +9,7 @@ of functions, rules or modes.
 
 from __future__ import annotations
 
-import functools
 import sys
-from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -118,21 +116,6 @@ def in_parts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, 
 
 def _parts_of(value: Any) -> Any:
     return list(map(part, value)) if type(value) is list else part(value)
-
-
-def counting(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of torch that is called with parts of a weight that `is_used_up`."""
-
-    @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
-            args, kwargs = used(args, kwargs)
-        return function(*args, **kwargs)
-
-    # TorchScript compiles the original: it cannot read a closure.
-    wrapper.__prepare_scriptable__ = lambda: function  # type: ignore[attr-defined]  # our own
-    wrapper.stands_for = function  # type: ignore[attr-defined]  # for `installation`
-    return wrapper
 
 
 def part(value: Any) -> Any:

@@ -247,7 +247,12 @@ _COMPUTING = _names(targets.region_targets())
 _FIRST_ARGUMENT = _names(targets.first_argument_targets())
 # No half kernel, on no device or not on the CPU: a half region runs these in fp32 there.
 _NO_HALF = _names(path for path, rule in targets.rule_targets().items() if rule == "no_half")
-_NO_HALF |= {name for name, row in RULES["torch"].items() if row[2] == "no kernel anywhere"}
+_NO_HALF |= _names(
+    f"{module}.{name}"
+    for module, rows in RULES.items()
+    for name, row in rows.items()
+    if row[2] == "no kernel anywhere"
+)
 _FLOAT_ON_CPU = _names(
     path for path, rule in targets.rule_targets().items() if rule in ("float_on_cpu", "banned")
 )

@@ -524,7 +524,9 @@ def test_a_users_function_with_the_name_of_torchs_is_left_alone(level):
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
-@pytest.mark.parametrize("call", [torch.cdist, lambda x, y: F.pdist(x), lambda x, y: margin(x)])
+@pytest.mark.parametrize(
+    "call", [torch.cdist, lambda x, y: F.pdist(x), lambda x, y: margin(x), lambda x, y: nuclear(x)]
+)
 def test_what_has_no_half_kernel_is_in_float32_in_a_half_region(amp, level, call):
     amp.initialize(nn.Linear(2, 2), opt_level=level, verbosity=0)
     x, y = torch.randn(4, 8), torch.randn(4, 8)
@@ -532,6 +534,10 @@ def test_what_has_no_half_kernel_is_in_float32_in_a_half_region(amp, level, call
         found = call(x, y)
     assert found.dtype is torch.float32
     torch.testing.assert_close(found, call(x, y))
+
+
+def nuclear(x):
+    return torch.linalg.matrix_norm(x, "nuc")
 
 
 def margin(x):

@@ -349,7 +349,8 @@ def test_an_average_in_float32_that_takes_the_place_of_the_weights(
 ) -> None:
     """As a class of many scripts does for an evaluation; what the note says puts it there."""
     model, optimizer = prepared(amp, level)
-    average = {name: value + 0.5 for name, value in model.state_dict().items()}
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    average = {name: value + 0.5 for name, value in before.items()}
     backup = {name: param.data for name, param in model.named_parameters()}
     for name, param in model.named_parameters():
         param.data = average[name]
@@ -363,7 +364,6 @@ def test_an_average_in_float32_that_takes_the_place_of_the_weights(
     for name, param in model.named_parameters():
         param.data = backup[name]
     assert not torch.allclose(model(X), found, rtol=0.05, atol=0.05)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
     optimizer.step()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
