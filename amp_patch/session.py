@@ -276,6 +276,7 @@ class Session:
         torch_sites.install(self._torch_patches, self.guard.replacements())
         self.guard.follow_imports(self._torch_patches)
         torch_compile.compile_nothing_of_ours_alone(self._torch_patches)
+        torch_compile.trace_into_regions(self._torch_patches)
         torch_compile.call_before(self._torch_patches, self.show_writes)
         self.libraries.install()
         self.methods.install()

@@ -14,7 +14,7 @@ import functools
 import operator
 import os
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -53,14 +53,14 @@ def install(patches: Patches) -> None:
     """Replace them, before any function of torch is patched and after `make_tables`."""
     import torch._dynamo.output_graph
 
-    for path, make in _REPLACEMENTS.items():
-        try:
-            owner, name, original = resolve(path)
-        except AttributeError:
-            continue
-        patches.replace(owner, name, make(original))
+    _replace(patches, _REPLACEMENTS)
     handlers = torch._dynamo.variables.builtin.BuiltinVariable
     getattr(handlers, "call_function_handler_cache", {}).clear()
+
+
+def trace_into_regions(patches: Patches) -> None:
+    """Have torch.compile trace in a region what a region sees where nothing is compiled."""
+    _replace(patches, _IN_REGIONS)
 
 
 def call_before(patches: Patches, notice: Callable[[], None]) -> None:
@@ -177,6 +177,15 @@ def order_hooks(hooks: dict[Any, Any]) -> None:
     hooks.update(ordered)
 
 
+def _replace(patches: Patches, replacements: Mapping[str, Callable[[Any], Any]]) -> None:
+    for path, make in replacements.items():
+        try:
+            owner, name, original = resolve(path)
+        except AttributeError:
+            continue
+        patches.replace(owner, name, make(original))
+
+
 def _without_casts(original: Callable[..., Any]) -> Callable[..., Any]:
     """Call the original with casts off."""
 
@@ -227,9 +236,12 @@ def _call_method(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
         method = getattr(torch.Tensor, name, None)
-        # The patched method calls the original, which comes here again.
-        if not hasattr(method, "traced") or name in being_traced:
+        if not hasattr(method, "traced"):
             return original(self, tx, name, args, kwargs)
+        if name in being_traced:  # by the patched method, which calls the original
+            return _as_modes_see_it(tx, name, [self, *args], kwargs) or original(
+                self, tx, name, args, kwargs
+            )
         being_traced.append(name)
         try:
             function = traced(tx, f"Tensor.{name}.traced")
@@ -238,6 +250,54 @@ def _call_method(original: Callable[..., Any]) -> Callable[..., Any]:
             being_traced.pop()
 
     return call_method
+
+
+def _as_modes_see_it(tx: Any, name: str, args: list[Any], kwargs: Any) -> Any:
+    """Trace a call of torch's own method by way of the mode around, as a region is one; or None.
+
+    torch.compile would give a mode what stands at the class now, and guard the method's defaults.
+    """
+    from torch._dynamo.variables.builder import SourcelessBuilder
+    from torch._dynamo.variables.torch_function import dispatch_torch_function
+
+    if not _in_a_mode(tx):
+        return None
+    method = SourcelessBuilder.create(tx, _METHODS[name])
+    return dispatch_torch_function(tx, method, args, kwargs)
+
+
+def _call_function(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Show a function of torch that is traced into to the mode around, as a region is one.
+
+    torch.compile shows modes what it puts into its graph alone; ``F.interpolate``, for one, asks
+    them itself, and is told that there are none.
+    """
+
+    @functools.wraps(original)
+    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        from torch._dynamo.variables.torch import get_overridable_functions
+        from torch._dynamo.variables.torch_function import dispatch_torch_function
+
+        if _in_a_mode(tx) and self.fn in get_overridable_functions():
+            return dispatch_torch_function(tx, self, args, kwargs)
+        return original(self, tx, args, kwargs)
+
+    return call_function
+
+
+def _in_a_mode(tx: Any) -> bool:
+    state = tx.symbolic_torch_function_state
+    return bool(state.torch_function_mode_enabled and state.in_torch_function_mode())
+
+
+def _get_tensor_method(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Trace ``unflatten`` inside of a mode: its Python calls a method that torch's table lacks."""
+
+    @functools.cache
+    def get_tensor_method() -> frozenset[Any]:
+        return frozenset(original()) | {torch._C.TensorBase.unflatten}
+
+    return get_tensor_method
 
 
 def _call_cross_entropy_loss(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -274,6 +334,8 @@ def _lookup_inner(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def lookup_inner(obj: Any, *args: Any, **kwargs: Any) -> Any:
         rule = original(obj, *args, **kwargs)
+        if obj is getattr(functional, "_check_key_padding_mask", None):
+            return TorchInGraphFunctionVariable  # what it says of a tensor cannot be traced
         is_put_into_graph = rule is TorchInGraphFunctionVariable and TracingContext.try_get()
         if is_put_into_graph and _calls_patched(obj, set()):
             return UserFunctionVariable
@@ -356,6 +418,8 @@ _LOSS_OPTIONS = (
 )
 _OURS = f"{Path(__file__).parents[1]}{os.sep}"
 _LAYERS_OF_APEX = f"{_OURS}apex{os.sep}packages{os.sep}"
+# Torch's own, before anything is patched.
+_METHODS = {**torch._C.TensorBase.__dict__, **torch.Tensor.__dict__}
 _PLACES = (torch, torch.Tensor, torch._C._nn, torch.linalg)
 # They must hold the originals, for these are what a graph calls.
 _TABLES = (
@@ -365,6 +429,10 @@ _TABLES = (
     "torch._dynamo.variables.torch.TorchInGraphFunctionVariable._get_handlers",
     "torch._dynamo.variables.torch.get_overridable_functions",
 )
+_IN_REGIONS: dict[str, Callable[[Any], Any]] = {
+    "torch._dynamo.trace_rules.get_tensor_method": _get_tensor_method,
+    "torch._dynamo.variables.functions.UserFunctionVariable.call_function": _call_function,
+}
 _REPLACEMENTS: dict[str, Callable[[Any], Any]] = {
     "torch._dynamo.output_graph.OutputGraph.call_user_compiler": _call_user_compiler,
     "torch._dynamo.trace_rules.lookup_inner": _lookup_inner,

@@ -272,6 +272,85 @@ def test_a_mode_inside_and_around_a_compiled_function(amp, case):
     del model
 
 
+# By methods and by functions that torch writes in Python, which a mode sees in other ways.
+IN_MODES = {
+    "operators": lambda x: (x @ x.mT, (x.abs() + 1) ** x, 2**x, 1 / (x.abs() + 1)),
+    "products by methods": lambda x: (x.bmm(x.mT), x.matmul(x.mT), x[0].mm(x[1].mT)),
+    "sums of products": lambda x: (x[0].addmm(x[0, :, :2], x[1]), x.baddbmm(x[:, :, :2], x)),
+    "norms": lambda x: (x.norm(), x.norm(dim=1), F.normalize(x), torch.norm(x)),
+    "methods": lambda x: (x.softmax(-1), x.sum(1), x.exp(), x.cumsum(0), x.logsumexp(1)),
+    "sizes": lambda x: (
+        F.interpolate(x, scale_factor=2),
+        F.pad(x, (1, 1)),
+        F.pad(x, (1, 1), "reflect"),
+    ),
+    "losses": lambda x: (F.triplet_margin_loss(x, x + 1, x - 1), F.cosine_similarity(x, x + 1)),
+}
+
+
+@pytest.mark.parametrize("opt_level", nightly_but(("O1",), ("O0", "O1", "O4", "O5")))
+@pytest.mark.parametrize("name", nightly_but(("half_region",), MODES))
+def test_functions_of_arguments_and_of_computed_tensors_in_a_mode(amp, opt_level, name):
+    model = start(amp, opt_level)
+    x = torch.linspace(-2, 3, 12).view(2, 2, 3)
+    mode = getattr(amp, name)
+    for function in IN_MODES.values():
+
+        def inside(x, function=function):
+            with mode():
+                return function(x), function(x * 1)
+
+        assert_same(compiled(inside)(x), inside(x))
+    del model
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 7), reason="torch 2.6 traces no super() of a method")
+def test_unflatten_in_a_region(amp):
+    model = start(amp)
+
+    def inside(x):
+        with amp.half_region():
+            return x.unflatten(1, (3, 1)), (x @ W).unflatten(0, (1, -1))
+
+    assert_same(compiled(inside)(X), inside(X))
+    del model
+
+
+class Attention(nn.Module):
+    """Attention with a padding mask, by a layer alone and by one inside of another."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x, mask):
+        x = self.encoder(x, src_key_padding_mask=mask)
+        return self.attention(x, x, x, key_padding_mask=mask)[0]
+
+
+@pytest.mark.parametrize("rule", nightly_but((None, "half"), (None, "half", "float")))
+@pytest.mark.parametrize("opt_level", nightly_but(("O1",), FUNCTION_LEVELS))
+def test_attention_with_a_padding_mask(amp, opt_level, rule):
+    rules = {"modules": {"attention": rule}} if rule else {}
+    model = start(amp, opt_level, Attention(), rules=rules)
+    x = torch.linspace(-1, 2, 24).view(2, 3, 4)
+    mask = torch.tensor([[False, False, True], [False, False, False]])
+    gradients = []
+    for forward in (model, compiled(model, "aot_eager")):
+        loss = forward(x, mask).float().square().sum()
+        gradients.append((loss, *torch.autograd.grad(loss, list(model.parameters()))))
+    assert_same(gradients[1], gradients[0])
+
+
+def test_attention_refuses_a_padding_mask_of_another_length(amp):
+    model = start(amp, "O1", Attention())
+    x, mask = torch.ones(2, 3, 4), torch.zeros(2, 4, dtype=torch.bool)
+    for forward in (model.attention, compiled(model.attention)):
+        with pytest.raises(Exception, match="key_padded_mask.shape.1. to be 3, but got 4"):
+            forward(x, x, x, key_padding_mask=mask)
+
+
 def test_nested_modes_inside_a_compiled_function(amp):
     model = start(amp)
 
