@@ -4,9 +4,9 @@ A script that is right in float32 masks by ``scores.masked_fill(mask, -1e9)``, w
 float16, or by ``torch.where(mask, scores, -1e9)``, which is -inf there, and makes NaN of a row that
 is masked as a whole. What is written is the nearest number that half has, and not infinite: -65504.
 
-It bounds by ``p.clamp(1e-4, 1 - 1e-4)``, so that neither ``p.log()`` nor ``(1 - p).log()`` is
-infinite. Rounded to half that upper bound is 1. So a bound is rounded to its own side: what comes
-out is within the bounds that were given. torch.autocast leaves both to fail.
+It bounds by ``p.clamp(1e-4, 1 - 1e-4)`` or ``p.logit(eps=1e-4)``, so that neither ``p.log()`` nor
+``(1 - p).log()`` is infinite. Rounded to half that upper bound is 1. So a bound is rounded to its
+own side: what comes out is within the bounds that were given. torch.autocast leaves both to fail.
 
 Knows the mode of the thread, and nothing of the rules of functions.
 """
@@ -26,25 +26,41 @@ from .torch_compile import leave_out
 
 Function = Callable[..., Any]
 
-#: What fills a tensor, or a part of it, with a number.
+#: What fills a tensor, or a part of it, with a number. `written_values` has those that write at
+#: indices.
 _FILLS = (
+    "torch.Tensor.fill_",
+    "torch.Tensor.fill_diagonal_",
     "torch.Tensor.index_fill",
     "torch.Tensor.index_fill_",
     "torch.Tensor.masked_fill",
     "torch.Tensor.masked_fill_",
+    "torch.Tensor.nan_to_num",
+    "torch.Tensor.nan_to_num_",
     "torch.Tensor.new_full",
+    "torch.Tensor.to_padded_tensor",
     "torch.Tensor.where",
+    "torch._C._nn.pad_sequence",
+    "torch.constant_pad_nd",
+    "torch.fill",
+    "torch.fill_",
     "torch.full",
     "torch.full_like",
     "torch.index_fill",
     "torch.masked_fill",
+    "torch.nan_to_num",
+    "torch.nan_to_num_",
     "torch.nn.functional.pad",
+    "torch.nn.functional.threshold",
+    "torch.nn.functional.threshold_",
+    "torch.threshold",
+    "torch.threshold_",
     "torch.where",
 )
-#: The names of these functions alone.
-FILLS = frozenset(path.rpartition(".")[2] for path in _FILLS)
-#: Methods of Tensor, and functions of torch, with the names of their bounds behind the tensor.
-_CLAMPS = {
+_FILL_NAMES = frozenset(path.rpartition(".")[2] for path in _FILLS)
+_FILL_NAMES |= {"_threshold", "scatter", "scatter_"}
+#: The names of bounds, in their order behind the tensor.
+_BOUNDS = {
     "clamp": ("min", "max"),
     "clamp_": ("min", "max"),
     "clamp_max": ("max",),
@@ -53,7 +69,24 @@ _CLAMPS = {
     "clamp_min_": ("min",),
     "clip": ("min", "max"),
     "clip_": ("min", "max"),
+    "hardtanh": ("min_val", "max_val"),
+    "hardtanh_": ("min_val", "max_val"),
+    "logit": ("eps",),
+    "logit_": ("eps",),
+    "special_logit": ("eps",),
 }
+_BOUNDING = (
+    "torch._C._nn.hardtanh",
+    "torch._C._nn.hardtanh_",
+    "torch.nn.functional.hardtanh_",
+    "torch.special.logit",
+    *(
+        f"{place}.{name}"
+        for place in ("torch", "torch.Tensor")
+        for name in _BOUNDS
+        if not name.startswith(("hardtanh", "special"))
+    ),
+)
 _NUMBERS = (float, int)
 _LEAST_RANGE = torch.finfo(torch.float16).max
 _HALF_OF_THE_LEAST = torch.finfo(torch.float16).smallest_normal * 2.0**-11
@@ -61,12 +94,24 @@ _HALF_OF_THE_LEAST = torch.finfo(torch.float16).smallest_normal * 2.0**-11
 
 def replacements() -> dict[str, Callable[[Function], Function]]:
     """Return, for each path of a function, what makes its replacement."""
-    clamps = {
-        f"{place}.{name}": functools.partial(_clamping, bounds)
-        for place in ("torch.Tensor", "torch")
-        for name, bounds in _CLAMPS.items()
-    }
-    return {**dict.fromkeys(_FILLS, _filling), **clamps}
+    return {**dict.fromkeys(_FILLS, _filling), **dict.fromkeys(_BOUNDING, _bounding)}
+
+
+def in_half(name: str, args: Any, kwargs: Any, half: torch.dtype) -> tuple[Any, Any]:
+    """Return the arguments of a function of this name with numbers that a half dtype has."""
+    if name in _FILL_NAMES:
+        args = tuple([within(value, half) for value in args])
+        return args, {key: within(value, half) for key, value in kwargs.items()}
+    bounds = _BOUNDS.get(name, ())
+    if bounds:
+        given, others = args[1 : 1 + len(bounds)], args[1 + len(bounds) :]
+        pairs = zip(bounds[: len(given)], given, strict=True)  # torch 2.6 compiles no other
+        args = (*args[:1], *[_bound(bound, value, half) for bound, value in pairs], *others)
+        kwargs = {
+            key: _bound(key, value, half) if key in bounds else value
+            for key, value in kwargs.items()
+        }
+    return args, kwargs
 
 
 def within(value: Any, half: torch.dtype) -> Any:
@@ -89,26 +134,22 @@ def _filling(original: Function) -> Function:
             return original(*args, **kwargs)  # as most often
         dtype = kwargs.get("dtype") or _dtype_of_floats((*args, *kwargs.values()))
         if dtype in HALVES and (mode.stored is not None or casts_are_on()):
-            args = tuple([within(value, dtype) for value in args])
-            kwargs = {key: within(value, dtype) for key, value in kwargs.items()}
+            args, kwargs = in_half(original.__name__, args, kwargs, dtype)
         return original(*args, **kwargs)
 
     return _scriptable(fill, original)
 
 
-def _clamping(names: tuple[str, ...], original: Function) -> Function:
+def _bounding(original: Function) -> Function:
     @leave_out
     @functools.wraps(original)
-    def clamp(*args: Any, **kwargs: Any) -> Any:
+    def bound(*args: Any, **kwargs: Any) -> Any:
         dtype = getattr(args[0] if args else kwargs.get("input"), "dtype", None)
         if dtype in HALVES and (mode.stored is not None or casts_are_on()):
-            given, others = args[1 : 1 + len(names)], args[1 + len(names) :]
-            pairs = zip(names[: len(given)], given, strict=True)  # torch 2.6 compiles no other
-            args = (*args[:1], *[_bound(name, value, dtype) for name, value in pairs], *others)
-            kwargs = {name: _bound(name, value, dtype) for name, value in kwargs.items()}
+            args, kwargs = in_half(original.__name__, args, kwargs, dtype)
         return original(*args, **kwargs)
 
-    return _scriptable(clamp, original)
+    return _scriptable(bound, original)
 
 
 def _scriptable(replacement: Any, original: Function) -> Function:
@@ -117,20 +158,22 @@ def _scriptable(replacement: Any, original: Function) -> Function:
 
 
 def _bound(name: str, value: Any, half: torch.dtype) -> Any:
-    """Return a bound of a clamp, rounded to its side; any other argument as it is.
+    """Return a bound of this name, rounded to its side; what is no number as it is.
 
     By products and comparisons alone: in a compiled function the number may be a symbol.
     """
-    if name not in ("min", "max") or not isinstance(value, _NUMBERS) or value != value:
+    if not isinstance(value, _NUMBERS) or value != value:
         return value
     info = torch.finfo(half)
+    if name == "eps":  # bounds are eps and 1 - eps, which must not be 1
+        return max(value, info.eps / 2) if value > 0 else value
     if not -info.max <= value <= info.max:
         return value if abs(value) == math.inf else math.copysign(info.max, value)
     if abs(value) < info.smallest_normal:
         apart = info.smallest_normal * info.eps
-        return (math.ceil if name == "min" else math.floor)(value / apart) * apart
+        return (math.ceil if name.startswith("min") else math.floor)(value / apart) * apart
     nearest = _rounded(value, info.eps)
-    side = 1.0 if name == "min" else -1.0
+    side = 1.0 if name.startswith("min") else -1.0
     if side * nearest >= side * value:
         return nearest
     # by three quarters of what lies between two numbers, or by up to twice as much
@@ -158,6 +201,10 @@ def _may_be_lost(value: Any) -> bool:
 def _dtype_of_floats(values: tuple[Any, ...]) -> torch.dtype | None:
     """Return the dtype of the first tensor of several floating-point numbers."""
     for value in values:
+        if isinstance(value, (list, tuple)):
+            found = _dtype_of_floats(tuple(value))
+            if found is not None:
+                return found
         if isinstance(value, Tensor) and value.is_floating_point() and value.dim():
             return value.dtype
     return None

@@ -22,7 +22,7 @@ from amp_patch.patching import resolve
 
 from . import targets
 from .argument_casts import tensors_in, to_dtype
-from .half_numbers import FILLS, within
+from .half_numbers import in_half
 from .library_rules import RULES
 from .mode import HALVES, mode, process
 
@@ -66,9 +66,8 @@ class Region(TorchFunctionMode):
         # argument by argument: to look into the tuple and the dict takes twenty calls of Python
         kwargs = {name: to_dtype(value, dtype) for name, value in kwargs.items()}
         args = tuple([to_dtype(value, dtype) for value in args])
-        if func.__name__ in FILLS and dtype in HALVES:
-            args = tuple([within(value, dtype) for value in args])
-            kwargs = {name: within(value, dtype) for name, value in kwargs.items()}
+        if dtype in HALVES:
+            args, kwargs = in_half(func.__name__, args, kwargs, dtype)
         return func(*args, **kwargs)
 
 

@@ -44,6 +44,19 @@ FILLS: dict[str, Callable[[Tensor, float], Tensor]] = {
     "new_full": lambda x, value: x.new_full((4, 4), value),
     "full": lambda x, value: torch.full((4, 4), value, dtype=x.dtype),
     "pad": lambda x, value: F.pad(x, (1, 0), value=value),
+    "constant_pad_nd": lambda x, value: torch.constant_pad_nd(x, (1, 0), value),
+    "pad_sequence": lambda x, value: nn.utils.rnn.pad_sequence([x, x[:2]], padding_value=value),
+    "fill": lambda x, value: torch.fill(x, value),
+    "fill_": lambda x, value: changed(x, lambda y: y[0].fill_(value)),
+    "fill_diagonal_": lambda x, value: changed(x, lambda y: y.fill_diagonal_(value)),
+    "scatter": lambda x, value: x.scatter(0, torch.tensor([[1]]), value),
+    "threshold": lambda x, value: F.threshold(x, 0.0, value),
+    "threshold_": lambda x, value: F.threshold_(x * 1.0, 0.0, value),
+    "nn.Threshold": lambda x, value: nn.Threshold(0.0, value, inplace=True)(x * 1.0),
+    "nan_to_num": lambda x, value: torch.nan_to_num(x.masked_fill(IS_DIAGONAL, torch.nan), value),
+    "nan_to_num_": lambda x, value: changed(
+        x.masked_fill(IS_DIAGONAL, torch.nan), lambda y: y.nan_to_num_(nan=value)
+    ),
 }
 #: The same, whose results are float32 whatever is given.
 FILLS_IN_FLOAT32: dict[str, Callable[[Tensor, float], Tensor]] = {
@@ -168,6 +181,9 @@ CLAMPS: dict[str, Callable[[Tensor, float, float], Tensor]] = {
     "clamp_min_": lambda x, low, high: changed(
         x, lambda y: torch.clamp_max_(y.clamp_min_(min=low), high)
     ),
+    "hardtanh": F.hardtanh,
+    "hardtanh by names": lambda x, low, high: F.hardtanh(x, max_val=high, min_val=low),
+    "hardtanh_": lambda x, low, high: changed(x, lambda y: F.hardtanh_(y, low, high)),
 }
 
 
@@ -213,6 +229,60 @@ def test_what_is_clamped_lies_between_the_bounds(amp: ModuleType, level: str) ->
         torch.testing.assert_close(found, wanted, rtol=2 * info.eps, atol=2.0**-23)
 
     run()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("level", ["O0", "O1", "O5"])
+def test_a_half_region_has_numbers_that_half_has(
+    amp: ModuleType, level: str, compiled: bool
+) -> None:
+    amp.initialize(nn.Linear(1, 1), opt_level=level, verbosity=0)
+    half = torch.bfloat16 if level == "O5" else torch.float16
+    info = torch.finfo(half)
+    low, high = 1e-9, 1 - 1e-4
+    x = torch.tensor([[-1.0, 0.0, 0.5, 1.0]]).expand(4, 4).contiguous()
+    functions: dict[str, Callable[[Tensor], Tensor]] = {
+        **{name: lambda x, fill=fill: fill(x, -1e9) for name, fill in FILLS.items()},
+        **{name: lambda x, clamp=clamp: clamp(x, low, high) for name, clamp in CLAMPS.items()},
+    }
+    for name, function in functions.items():
+
+        def inside(x: Tensor, function: Callable[[Tensor], Tensor] = function) -> Tensor:
+            with amp.half_region():
+                return function(x)
+
+        torch.compiler.reset()
+        run = torch.compile(inside, backend="eager", fullgraph=True) if compiled else inside
+        for given_x in (x, x.to(half)):
+            found = run(given_x)
+            if name in FILLS:  # those that make a tensor do not compute, and keep their dtype
+                most = torch.finfo(found.dtype).max
+                assert found.min().item() == pytest.approx(-min(1e9, most), rel=info.eps), name
+            else:
+                assert low <= found.min().item() < found.max().item() <= high, name
+
+
+@pytest.mark.parametrize("level", [*HALF, *STORED])
+def test_a_logit_of_bounded_scores_is_finite(amp: ModuleType, level: str) -> None:
+    half = {**HALF, **STORED}[level]
+    logits: list[Callable[[Tensor, float | None], Tensor]] = [
+        lambda x, eps: torch.logit(x, eps),
+        lambda x, eps: torch.special.logit(x, eps=eps),
+        lambda x, eps: x.logit(eps=eps),
+        lambda x, eps: changed(x, lambda y: y.logit_(eps)),
+    ]
+    for logit in logits:
+        model = Between(lambda x, eps, _, logit=logit: logit(x, eps or None), 1e-6, 0.0)
+        unbounded = Between(lambda x, eps, _, logit=logit: logit(x, eps or None), 0.0, 0.0)
+        for one in (model, unbounded):
+            nn.init.eye_(one.layer.weight)
+            amp.initialize(one, opt_level=level, verbosity=0, cast_model_outputs=torch.float64)
+        found = model(torch.tensor([[0.0, 0.25, 0.5, 1.0]])).detach()
+        most = -torch.tensor(torch.finfo(half).eps / 2).log().item()
+        wanted = torch.tensor([[-most, -1.0986, 0.0, most]], dtype=torch.float64)
+        torch.testing.assert_close(found, wanted, rtol=0.01, atol=0.01)
+        assert unbounded(torch.ones(1, 4)).isinf().all()
+        amp.deactivate()
 
 
 def test_other_bounds_and_dtypes_stay(amp: ModuleType) -> None:
