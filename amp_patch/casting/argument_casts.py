@@ -48,6 +48,8 @@ def to_dtype(
         found = value.dtype
         if found is dtype or found not in FLOATS or not is_on_cast_device(value):
             return value
+        if value.is_sparse and value.requires_grad:
+            return _with_cast_values(value, dtype)
         if type(value) is Tensor:
             return (activation or _cast)(value, dtype)
         return value if is_made_later(value) else value.to(dtype)
@@ -58,6 +60,17 @@ def to_dtype(
 
 def _cast(value: Tensor, dtype: torch.dtype) -> Tensor:
     return CAST[dtype](value)
+
+
+def _with_cast_values(matrix: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a sparse COO tensor with its values cast.
+
+    The backward of a cast of the tensor itself refuses the strided gradient that products give.
+    """
+    rows = matrix.coalesce()
+    return torch.sparse_coo_tensor(
+        rows.indices(), rows.values().to(dtype), rows.shape, is_coalesced=True
+    )
 
 
 def is_made_later(value: Tensor) -> bool:
@@ -101,9 +114,11 @@ _INTS = frozenset({int})
 def to_float(value: Any) -> Any:
     """Return ``value`` with half tensors, also in containers, cast to fp32."""
     if isinstance(value, Tensor):
-        if value.dtype in HALVES and is_on_cast_device(value):
-            return value.float()
-        return value
+        if value.dtype not in HALVES or not is_on_cast_device(value):
+            return value
+        if value.is_sparse and value.requires_grad:
+            return _with_cast_values(value, torch.float32)
+        return value.float()
     if isinstance(value, _CONTAINERS):
         return map_tensors(to_float, value)
     return value

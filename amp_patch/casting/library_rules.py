@@ -252,7 +252,9 @@ RULES = {
     },
     "torch.sparse": {
         "addmm": ("half", "cpu", "sparse"),
+        "log_softmax": ("float", "always", "sparse"),
         "mm": ("half", "cpu", "sparse"),
+        "softmax": ("float", "always", "sparse"),
     },
     "torch.linalg": {
         "cross": ("joined", "never", "one dtype"),

@@ -500,6 +500,44 @@ def test_products_with_sparse_matrices_run_in_fp32_on_the_cpu():
             assert torch.equal(found, expected), name
 
 
+LEARNED = {
+    "@": lambda matrix, x: matrix @ x,
+    "mm": torch.mm,
+    "spmm": torch.spmm,
+    "addmm": lambda matrix, x: torch.addmm(x, matrix, x),
+    "sparse.mm": torch.sparse.mm,
+    "sparse.softmax": lambda matrix, x: torch.sparse.softmax(matrix, 1).to_dense() @ x,
+    "sparse.log_softmax": lambda matrix, x: torch.sparse.log_softmax(matrix, 1).to_dense() @ x,
+}
+
+
+class LearnedMatrix(nn.Module):
+    """A graph layer whose sparse matrix has values that a layer computes."""
+
+    def __init__(self, product):
+        super().__init__()
+        self.layer, self.product = nn.Linear(3, 4), product
+
+    def forward(self, x):
+        hidden = self.layer(x)
+        places = torch.tensor([[0, 0, 1, 2, 3], [1, 2, 0, 3, 3]])
+        values = hidden.mean(1)[places[0]].sigmoid()
+        return self.product(torch.sparse_coo_tensor(places, values, (4, 4)), hidden)
+
+
+@pytest.mark.parametrize("name", sorted(LEARNED))
+@pytest.mark.parametrize("opt_level", ["O1", "O2", "O4", "O5"])
+def test_a_sparse_matrix_whose_values_are_learned(amp, opt_level, name):
+    torch.manual_seed(0)
+    model, x = LearnedMatrix(LEARNED[name]), torch.randn(4, 3)
+    exact = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    amp.initialize(model, opt_level=opt_level, verbosity=0)
+    loss = model(x).float().square().sum()
+    found = torch.autograd.grad(loss, list(model.parameters()))
+    for got, wanted in zip(found, exact, strict=True):
+        torch.testing.assert_close(got.float(), wanted, rtol=0.05, atol=0.05)
+
+
 def test_binary_cross_entropy_runs_in_fp32_on_the_cpu_and_is_refused_elsewhere(amp):
     activate(amp)
     probability, target = torch.rand(4).half(), torch.ones(4)
