@@ -33,7 +33,7 @@ from .optimizers.groups import params_of
 from .requested_level import Resolved
 from .scaling import loss_scaler
 from .session import session
-from .step.scaled_loss import ScaledLoss, UnscaledLoss
+from .step.scaled_loss import ScaledLoss, UnscaledLoss, open_scale
 from .step.watched_backward import tell_of_leaf
 from .user_functions import (
     bfloat16_function,
@@ -364,11 +364,12 @@ def step_was_skipped(optimizer: Optimizer) -> bool:
     return steps[0].skip.was_skipped
 
 
-def loss_scale(loss_id: int = 0) -> float:
+def loss_scale(loss_id: int | None = None) -> float:
     """Return the factor that a loss is multiplied by; 1.0 where amp is disabled.
 
     Args:
-        loss_id: position in the list of this process's loss scalers.
+        loss_id: position in the list of this process's loss scalers. None inside of a block of
+            `scale_loss`, as hooks of its backward are: the block's. None elsewhere: 0.
 
     Raises:
         RuntimeError: `initialize` was not called.
@@ -376,8 +377,11 @@ def loss_scale(loss_id: int = 0) -> float:
     """
     if session.is_off("amp.loss_scale()"):
         return 1.0
+    open_block = open_scale() if loss_id is None else None
+    if open_block is not None:
+        return open_block
     session.optimizers.settle()
-    return session.scalers[session.optimizers.scalers.check(loss_id)].loss_scale()
+    return session.scalers[session.optimizers.scalers.check(loss_id or 0)].loss_scale()
 
 
 def state_dict(

@@ -131,6 +131,11 @@ class BackwardPass:
         self._block = weakref.ref(block)
 
     @property
+    def factor(self) -> float | Tensor:
+        """What the loss is multiplied by."""
+        return self._scale
+
+    @property
     def is_left(self) -> bool:
         """Whether the pass was of a block that is gone."""
         return self._block is not None and self._block() is None

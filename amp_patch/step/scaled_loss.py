@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import threading
+import weakref
 from typing import NoReturn
 
 import torch
@@ -14,6 +16,22 @@ from amp_patch.casting.weight_cache import WeightCache
 
 from .backward_pass import BackwardPass
 from .loss_scaling import NoScaling
+
+#: The blocks that are open, with the threads that opened them: hooks of a backward on a GPU run in
+#: other threads. A block that nobody ended, see `BackwardPass.is_ended_by`, is gone. One in which
+#: nothing is scaled is the only one, and all scales are 1.
+_open: list[tuple[int, weakref.ref[ScaledLoss]]] = []
+
+
+def open_scale() -> float | None:
+    """Return what the loss of the innermost open block is multiplied by, of this thread's first.
+
+    None outside of blocks.
+    """
+    blocks = [(thread, block()) for thread, block in _open]
+    own = [block for thread, block in blocks if thread == threading.get_ident() and block]
+    found = own or [block for _, block in blocks if block]
+    return found[-1].scale() if found else None
 
 
 class _Block(contextlib.AbstractContextManager[Tensor]):
@@ -46,19 +64,26 @@ class ScaledLoss(_Block):
         backward_pass.is_ended_by(self)
         self._delay_unscale, self._delay_overflow_check = delay_unscale, delay_overflow_check
 
+    def scale(self) -> float:
+        """Return what the loss is multiplied by."""
+        return float(self._pass.factor)
+
     @never_trace
     def __enter__(self) -> Tensor:
+        _open.append((threading.get_ident(), weakref.ref(self)))
         try:
             if torch.is_grad_enabled():
                 return self._pass.scale(self._loss)
             with torch.enable_grad():  # a backward works without, and so it does here
                 return self._pass.scale(self._loss)
         except BaseException:
+            self._closed()
             self._pass.abandon()
             raise
 
     @never_trace
     def __exit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
+        self._closed()
         if exc_type is not None:
             self._pass.abandon()
             return
@@ -72,6 +97,9 @@ class ScaledLoss(_Block):
         except BaseException:
             self._pass.abandon()
             raise
+
+    def _closed(self) -> None:
+        _open[:] = [row for row in _open if row[1]() not in (None, self)]
 
 
 class UnscaledLoss(_Block):

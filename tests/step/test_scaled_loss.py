@@ -1,6 +1,7 @@
 """One backward pass of a scaled loss: what is yielded, checked, said, and how the scale moves."""
 
 import re
+import threading
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -600,3 +601,56 @@ def halve(amp: ModuleType, optimizer: Optimizer) -> None:
     for master in amp.master_params(optimizer):
         assert master.grad is not None
         master.grad.mul_(0.5)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_hook_asks_for_the_scale_of_its_block(amp: ModuleType, level: str) -> None:
+    """Its loss has the second scaler, and another training has the first."""
+    other = prepared(amp, "O4", loss_scale=1.0)
+    prepared_models = [other, prepared(amp, "O1", loss_scale=16.0)]
+    model, optimizer = prepared(amp, level, loss_scale=1024.0)
+    seen = []
+
+    def clamped(grad: Tensor) -> Tensor:
+        seen.append(amp.loss_scale())
+        return (grad / amp.loss_scale()).clamp(-0.25, 0.25) * amp.loss_scale()
+
+    model.weight.register_hook(clamped)
+    other[0].weight.register_hook(clamped)
+    with amp.scale_loss(model.loss(3.0), optimizer) as scaled_loss:
+        with amp.scale_loss(other[0].loss(3.0), other[1]) as other_loss:
+            other_loss.backward()
+        kept = amp.scale_loss(other[0].loss(3.0), other[1])
+        with pytest.raises(ZeroDivisionError), kept:
+            1 / 0  # noqa: B018  # a block that an error ends is closed
+        scaled_loss.backward()
+    assert seen == [1.0, 1024.0]
+    assert amp.loss_scale() == amp.loss_scale(0) == 1.0
+    assert [amp.loss_scale(i) for i in (1, 2)] == [16.0, 1024.0]
+    optimizer.step()
+    torch.testing.assert_close(model.weight.grad.float(), torch.full((2,), 0.25))
+    del prepared_models
+
+
+def test_a_hook_asks_for_the_block_of_its_thread_and_else_for_the_last(amp: ModuleType) -> None:
+    one, other = (prepared(amp, "O1", loss_scale=scale) for scale in (8.0, 32.0))
+    found: list[float] = []
+    is_open, is_done = threading.Event(), threading.Event()
+
+    def elsewhere() -> None:
+        found.append(amp.loss_scale())
+        with amp.scale_loss(other[0].loss(1.0), other[1]) as other_loss:
+            other_loss.backward()
+            is_open.set()
+            is_done.wait(60)
+            found.append(amp.loss_scale())
+
+    thread = threading.Thread(target=elsewhere)
+    with amp.scale_loss(one[0].loss(1.0), one[1]) as scaled_loss:
+        thread.start()
+        is_open.wait(60)
+        scaled_loss.backward()
+        found.append(amp.loss_scale())
+        is_done.set()
+        thread.join()
+    assert found == [8.0, 8.0, 32.0]
