@@ -108,15 +108,18 @@ class FP32Values:
     Attributes:
         loads: how often values were set from a state dict.
         handed_out: what state dicts have got since the models were used.
+        sums: see `UnseenWrites`.
     """
 
     def __init__(self) -> None:
         self.loads = 0
+        self.sums: dict[int, tuple[int, int]] = {}
         self.handed_out = HandedOut(self._take_over)
         self.clear()
 
     def clear(self) -> None:
         """Forget every value."""
+        self.sums.clear()
         self._values: MutableMapping[Tensor, _Value] = WeakTensorKeyDictionary()
         self._came_in: MutableMapping[Tensor, torch.dtype] = WeakTensorKeyDictionary()
         self._stored: MutableMapping[Tensor, None] = WeakTensorKeyDictionary()

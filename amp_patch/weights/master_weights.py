@@ -42,6 +42,7 @@ from .parameter_lists import (
     stored_grads,
 )
 from .stepped_state import SteppedState
+from .unseen_writes import UnseenWrites
 
 _VERSION = operator.attrgetter("_version")
 
@@ -81,6 +82,7 @@ class MasterWeights:
         self._versions = Versions()
         self._exposed: list[int] | None = None
         self._is_due = False
+        self._unseen = UnseenWrites(values.sums)
         self.lock = threading.RLock()
         self.agreements = 0
         self.own_gradients = OwnGradients()
@@ -156,6 +158,7 @@ class MasterWeights:
             self.drop_after(count)
             raise
         self._params, self._masters = listed(self._params), listed(self._masters)
+        self._unseen.note(self._local(self._masters[count:]))
         return replaced
 
     def drop_after(self, count: int) -> None:
@@ -207,12 +210,18 @@ class MasterWeights:
 
         What another thread's step has written does not: its step publishes it.
         """
-        if (self._exposed is not None or self._is_written()) and self.lock.acquire(blocking=False):
+        may_be = self._exposed is not None or self._unseen.is_looking or self._is_written()
+        if may_be and self.lock.acquire(blocking=False):
             try:
+                self._show_unseen()
                 if self._exposed is not None or self._is_written():  # still
                     self._show_written()
             finally:
                 self.lock.release()
+
+    def _show_unseen(self) -> None:
+        if self._exposed is None:  # else each write through .data is taken to be to a half weight
+            self._unseen.show(self._masters, self._local(self._masters))
 
     def _show_written(self) -> None:
         # What is kept for later steps must be no inference tensors, nor what torch.func wraps.
@@ -273,6 +282,7 @@ class MasterWeights:
             self._note_equal()
         elif judged:  # kernels have made them equal, without a word
             self._versions.equal[:] = judged
+            self._unseen.note(self._local(self._masters))
 
     def reconcile_later(self) -> None:
         """As `reconcile`, but in the step, or else before the next `publish`."""
@@ -322,8 +332,11 @@ class MasterWeights:
         """Return which parameters have to follow their masters; the others are followed.
 
         Args:
-            versions: of the masters, as they are.
+            versions: of the masters, as they are; brought up to date.
         """
+        if self._unseen.is_looking:
+            self._show_unseen()
+            versions[:] = self._versions_of(self._masters)
         if versions == self._versions.equal and self._exposed is None:
             return [False] * len(versions)
         wins = list(map(self._values.wins, self._params))
@@ -350,6 +363,8 @@ class MasterWeights:
                 self._write_halves()
         self._comparison.note_equal()
         self._versions.equal[:] = versions
+        self._unseen.count_step()
+        self._unseen.note(self._local(self._masters))
         if self._exposed is not None:
             self._end_exposure()
 
@@ -463,6 +478,7 @@ class MasterWeights:
 
     def _note_equal(self) -> None:
         self._versions.equal[:] = self._versions_of(self._masters)
+        self._unseen.note(self._local(self._masters))
 
     def _versions_of(self, tensors: list[Tensor]) -> list[int]:
         """Return what `version_of` does of parameters or masters."""

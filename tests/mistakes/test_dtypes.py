@@ -57,7 +57,7 @@ class Masked(nn.Module):
             out = torch.zeros_like(x, dtype=torch.float32)
             torch.ops.aten.index_put_(out, [torch.arange(len(x))], h)
             return out
-        return h.detach().fill_(-1e9)
+        return h.add(h, alpha=-1e9)
 
 
 class Outer(nn.Module):

@@ -1,0 +1,83 @@
+"""Writes to masters that no version tells of, as those of ``master.data.copy_(slow)``.
+
+Lookahead and weight decay by hand write so to the parameters of ``optimizer.param_groups``. Where a
+master and its half parameter disagree, and no version has moved, the half parameter is taken to be
+what was written. So such a write would be undone. Knows tensors only.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from amp_patch.kernels.graph_capture import captures
+
+from .parameter_lists import as_plain_tensors
+
+#: In how many steps is looked before the first find.
+_FIRST_STEPS = 16
+
+
+class UnseenWrites:
+    """Compares the bits of masters with what they were, in the first steps of a training.
+
+    Where it finds a write it looks in all later steps, too. A look reads all masters.
+
+    Args:
+        sums: of the bits of each master, and its version then, by its address: two optimizers of
+            one parameter step one memory.
+    """
+
+    def __init__(self, sums: dict[int, tuple[int, int]]) -> None:
+        self._sums = sums
+        self._steps_left = _FIRST_STEPS
+
+    @property
+    def is_looking(self) -> bool:
+        """Whether it looks for writes."""
+        return self._steps_left > 0
+
+    def count_step(self) -> None:
+        """Note that a step has been made."""
+        self._steps_left -= 1
+
+    def note(self, local: Sequence[Tensor]) -> None:
+        """Note what this rank holds of the masters: all that was written to them is known."""
+        self._sums.update(self._sums_of(local))
+
+    def show(self, masters: Sequence[Tensor], local: Sequence[Tensor]) -> None:
+        """Move the version of each master that is not what it was at that version.
+
+        Args:
+            masters: all of them.
+            local: what this rank holds of each.
+        """
+        found = self._sums_of(local)
+        if not found:
+            return
+        for master, held in zip(masters, local, strict=True):
+            place = held.data_ptr()
+            (total, version), (noted, at) = found[place], self._sums.get(place, (0, -1))
+            if total != noted and version == at:
+                increment_version(master)
+                self._steps_left = sys.maxsize
+        self._sums.update(found)
+
+    def _sums_of(self, local: Sequence[Tensor]) -> dict[int, tuple[int, int]]:
+        if not self.is_looking or not _have_numbers(local):
+            return {}
+        with torch.inference_mode(False), torch._C._DisableFuncTorch(), as_plain_tensors(local):
+            sums = [one.detach().view(torch.int32).sum() for one in local]
+            pairs = zip(local, sums, strict=True)
+            return {one.data_ptr(): (int(total), one._version) for one, total in pairs}
+
+
+def _have_numbers(masters: Sequence[Tensor]) -> bool:
+    """Tell whether the host may read numbers now: not so while a graph is captured or traced."""
+    if torch._C._len_torch_dispatch_stack():
+        return False
+    return not any(master.is_meta or captures.are_made(master.device) for master in masters)

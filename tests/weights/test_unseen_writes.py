@@ -1,0 +1,141 @@
+"""What a script writes to masters through their ``.data`` is trained on, as in float32."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+import torch
+from support import scaled_backward
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Adam, Optimizer
+
+from amp_patch.weights.unseen_writes import UnseenWrites
+
+Write = Callable[[list[Tensor], int], None]
+
+
+def lookahead(masters: list[Tensor], step: int) -> None:
+    """Every third step half way back to what the weights were three steps before."""
+    for master in masters:
+        slow = vars(master).setdefault("slow", master.detach().clone())
+        if step % 3 == 2:
+            slow += 0.5 * (master.data - slow)
+            master.data.copy_(slow)
+
+
+def decay(masters: list[Tensor], _: int) -> None:
+    for master in masters:
+        master.data.mul_(0.9)
+
+
+def clip(masters: list[Tensor], _: int) -> None:
+    for master in masters:
+        master.data.clamp_(-0.05, 0.05)
+
+
+def nothing(masters: list[Tensor], step: int) -> None:
+    """Write nothing."""
+
+
+def trained(
+    amp: ModuleType | None, level: str, width: int, before: Write, behind: Write, steps: int = 9
+) -> tuple[list[float], Tensor]:
+    """Return the losses, and what a forward computes at the end."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 4))
+    optimizer: Optimizer = Adam(model.parameters(), lr=0.01)
+    if amp is not None:
+        model, optimizer = amp.initialize(
+            model, optimizer, opt_level=level, loss_scale=64.0, verbosity=0
+        )
+    x, y = torch.randn(32, 8), torch.randint(4, (32,))
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x).float(), y)
+        losses.append(loss.item())
+        if amp is None:
+            loss.backward()
+        else:
+            scaled_backward(amp, loss, optimizer)
+        masters = [param for group in optimizer.param_groups for param in group["params"]]
+        before(masters, step)
+        optimizer.step()
+        behind(masters, step)
+    return losses, model(x).detach().float()
+
+
+@pytest.mark.parametrize("width", [16, 3000])  # together in one memory, and each alone
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize(
+    "before_and_behind",
+    [(nothing, lookahead), (decay, nothing), (nothing, decay), (nothing, clip)],
+    ids=["lookahead", "decay before the step", "decay behind it", "clipped weights"],
+)
+def test_a_write_to_a_master_through_its_data_is_seen(
+    amp: ModuleType, level: str, width: int, before_and_behind: tuple[Write, Write]
+) -> None:
+    exact, output = trained(None, level, width, *before_and_behind)
+    found, found_output = trained(amp, level, width, *before_and_behind)
+    plain, _ = trained(None, level, width, nothing, nothing)
+    assert plain != pytest.approx(exact, rel=0.02)
+    assert found == pytest.approx(exact, rel=0.02)
+    torch.testing.assert_close(found_output, output, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("width", [16, 3000])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_write_to_a_half_weight_through_its_data_still_counts(
+    amp: ModuleType, level: str, width: int
+) -> None:
+    """Weights that are swapped for an evaluation, and back, in each step."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, width)
+    optimizer = Adam(model.parameters(), lr=0.01)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=64.0, verbosity=0)
+    x = torch.randn(4, 8)
+    for step in range(4):
+        with torch.no_grad():
+            before = model(x)
+            kept = copy.deepcopy(list(model.parameters()))
+            for param in model.parameters():
+                param.data.fill_(step)
+            assert model(x).sub(step * (1 + x.sum(1, keepdim=True))).abs().max() < 0.2
+            for param, value in zip(model.parameters(), kept, strict=True):
+                param.data.copy_(value)
+            assert torch.equal(model(x), before)
+        optimizer.zero_grad()
+        scaled_backward(amp, model(x).float().square().mean(), optimizer)
+        for param in model.parameters():
+            param.data.fill_(0.25)
+        optimizer.step()
+        assert 0.2 < model.weight.min().item() < model.weight.max().item() < 0.3
+
+
+def test_masters_are_looked_at_in_the_first_steps_and_on_where_a_write_was_found() -> None:
+    for is_written in (False, True):
+        masters, writes = [torch.ones(3), torch.zeros(2)], UnseenWrites({})
+        writes.note(masters)
+        if is_written:
+            masters[1].data.fill_(1)
+        versions = [master._version for master in masters]
+        writes.show(masters, masters)
+        moved = [
+            master._version - version for master, version in zip(masters, versions, strict=True)
+        ]
+        assert moved == [0, int(is_written)]
+        for _ in range(16):
+            assert writes.is_looking
+            writes.count_step()
+        assert writes.is_looking == is_written
+
+
+def test_nothing_is_looked_at_where_numbers_are_missing() -> None:
+    masters, writes = [torch.ones(3, device="meta")], UnseenWrites({})
+    writes.note(masters)
+    writes.show(masters, masters)
+    assert masters[0]._version == 0
