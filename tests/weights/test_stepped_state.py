@@ -1,7 +1,12 @@
 """The state of optimizers, entered for another tensor."""
 
+from types import ModuleType
+from typing import Any
+
+import pytest
 import torch
-from torch import nn
+from support import scaled_backward
+from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
 from amp_patch.weights.stepped_state import SteppedState
@@ -35,3 +40,55 @@ def test_what_has_the_shape_of_a_tensor_follows_it_to_its_device() -> None:
     SteppedState(optimizers).follow_device(there)
     state = optimizers[0].state[there]
     assert (state["average"].device.type, state["step"].device.type) == ("meta", "cpu")
+
+
+class Choosy(SGD):
+    """Lets weights decay but for those that it was told of, in one of four ways."""
+
+    def __init__(self, params: list[Tensor], spared: list[Tensor], way: str) -> None:
+        super().__init__(params, lr=1e-6)
+        factors = dict.fromkeys(params, 0.5) | dict.fromkeys(spared, 1.0)
+        self.notes: Any = {
+            "set": set(spared),
+            "ids": set(map(id, spared)),
+            "dict": factors,
+            "dict of ids": {id(param): factor for param, factor in factors.items()},
+        }[way]
+        self.others: dict[str, Any] = {"nothing": {}, "names": {"a": 1}}
+        self.way = way
+
+    def factor(self, param: Tensor) -> float:
+        key = id(param) if "ids" in self.way else param
+        if isinstance(self.notes, dict):
+            return float(self.notes[key])
+        return 1.0 if key in self.notes else 0.5
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.mul_(self.factor(param))
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("way", ["set", "ids", "dict", "dict of ids"])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O5"])
+def test_what_an_optimizer_notes_of_parameters_holds_for_what_it_steps(
+    amp: ModuleType, level: str, way: str
+) -> None:
+    model = nn.Linear(3, 3)
+    nn.init.ones_(model.weight)
+    nn.init.ones_(model.bias)
+    optimizer = Choosy(list(model.parameters()), [model.bias], way)
+    before = optimizer.notes.copy()
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        scaled_backward(amp, model(torch.ones(1, 3)).float().sum(), optimizer)
+        optimizer.step()
+    torch.testing.assert_close(model.weight.float(), torch.full((3, 3), 0.25), rtol=0, atol=1e-3)
+    torch.testing.assert_close(model.bias.float(), torch.ones(3), rtol=0, atol=1e-3)
+    assert [optimizer.factor(param) for param in model.parameters()] == [0.5, 1.0]
+    amp.deactivate()
+    assert optimizer.notes == before if "ids" in way else set(optimizer.notes) == set(before)
+    assert optimizer.others == {"nothing": {}, "names": {"a": 1}}
