@@ -145,7 +145,7 @@ class PlainAverages:
                 "precision; got tensors in half that follow the parameters of a model that "
                 "amp.initialize() stored in half. Average amp.master_params(optimizer) in place of "
                 "model.parameters(), in tensors of no model that amp.initialize() gets, or use "
-                "torch.optim.swa_utils.AveragedModel(model)."
+                "torch.optim.swa_utils.AveragedModel(model), as at O3, which has no masters."
             )
 
     def _addresses(self) -> tuple[set[int], set[int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import click
@@ -22,5 +23,5 @@ def refuse_notebook(path: str | Path) -> None:
     if Path(path).suffix == ".ipynb":
         raise BadArguments(
             f"a script must be Python; got the notebook {path}; call jupyter nbconvert --to script "
-            f"{path}, and give what it writes"
+            f"{shlex.quote(str(path))}, and give what it writes"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -53,7 +54,7 @@ class Settings:
         """Return the call that goes on with this sweep."""
         if self.is_function:
             return f"amp_patch.sweep({self.command[0]}, resume={str(folder)!r})"
-        return f"amp-patch sweep --resume {folder}"
+        return f"amp-patch sweep --resume {shlex.quote(str(folder))}"
 
     def resumed(self, given: Mapping[str, Any], done: Collection[tuple[int, str]] = ()) -> Settings:
         """Return these settings with what was given for the rest of the sweep.
