@@ -70,11 +70,12 @@ class StepParts:
 
     def forget(self) -> None:
         """Let go of what was looked up, the state of the optimizer with it."""
+        # First, so that a step behind a Ctrl-C here looks all up anew.
+        self._params = listed(())
+        self._lengths: list[int] | None = None
         self.groups = CachedGroups(self._update_type)
         self.every: list[Part] = []
         self.at_once: float = _LEAST
-        self._params = listed(())
-        self._lengths: list[int] = []
 
     def look_up(self, optimizer: Optimizer) -> None:
         """Share the parameters among parts, unless they are those of the last time."""
@@ -83,7 +84,7 @@ class StepParts:
         lengths = list(map(len, groups))
         if lengths == self._lengths and are_still(self._params, params):
             return
-        self._params, self._lengths = listed(params), lengths
+        self._lengths = None
         elements = sum(map(Tensor.numel, params))
         self.at_once = min(max(_LEAST, _SHARE * elements), _MOST)
         every: list[Part] = []
@@ -92,6 +93,8 @@ class StepParts:
             every += self._parts_of(group, place, begin, elements)
             begin += lengths[place]
         self.every = every
+        # Last, for these tell that the parts are those of now.
+        self._params, self._lengths = listed(params), lengths
 
     def _parts_of(
         self, group: dict[str, Any], place: int, begin: int, elements: int

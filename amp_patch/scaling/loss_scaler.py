@@ -238,6 +238,13 @@ class LossScaler:
     def _restore(self, saved: _SavedState) -> None:
         self.settle()
         if self.rule.dynamic:
+            if saved.scale == 1.0 < self.scale:
+                logger.warning(
+                    "The loss scale is dynamic, and goes on from the saved 1.0, at which small "
+                    "gradients are 0 in half. Levels without a loss scale save 1.0: of a "
+                    "checkpoint of one leave amp.load_state_dict() out, to begin at %s.",
+                    self.scale,
+                )
             self.scale = saved.scale
         elif saved.scale != self.scale:
             logger.warning(

@@ -22,7 +22,7 @@ from amp_patch.casting.mode import HALVES
 from amp_patch.distributed.process_groups import is_on
 from amp_patch.distributed.shards import detached, place, same_numbers, version_of
 
-from .handed_out import HandedOut
+from .handed_out import HandedOut, bits_of
 
 
 class Versions:
@@ -284,11 +284,14 @@ class FP32Values:
                 continue
             if tensor.dtype in HALVES or tensor in self._came_in:
                 attached = state[prefix + name].requires_grad  # keep_vars=True
+                # Before the value: what another thread's step writes between the two is then taken
+                # for newer than the value, and not for older.
+                bits = bits_of(tensor)
                 value = state[prefix + name] = self.exact(tensor).requires_grad_(attached)
                 if is_on():
                     self.handed_out.note(module, value)
                 is_master = self._is_stepped(tensor, value)
-                self.handed_out.add(module, tensor, value, is_master=is_master)
+                self.handed_out.add(module, tensor, value, bits, is_master=is_master)
 
     def _is_stepped(self, tensor: Tensor, value: Tensor) -> bool:
         """Return whether a value is a master, whose version tells of most writes."""

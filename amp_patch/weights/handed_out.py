@@ -73,11 +73,26 @@ class HandedOut:
         )
         self._places: weakref.WeakKeyDictionary[nn.Module, set[int]] = weakref.WeakKeyDictionary()
 
-    def add(self, module: nn.Module, tensor: Tensor, value: Tensor, *, is_master: bool) -> None:
-        """A state dict gets the value of a half tensor of a module; held until `take_over`."""
+    def add(
+        self,
+        module: nn.Module,
+        tensor: Tensor,
+        value: Tensor,
+        bits: Tensor | None,
+        *,
+        is_master: bool,
+    ) -> None:
+        """A state dict gets the value of a half tensor of a module; held until `take_over`.
+
+        Args:
+            module: the tensor's.
+            tensor: a parameter or a buffer.
+            value: its own.
+            bits: what `bits_of` returned of the tensor before the value was made.
+            is_master: whether the value is a master.
+        """
         if not value.is_inference():  # which nobody may write to, and has no version
             version = None if is_master else version_of(value)
-            bits = _sums_of_bits(tensor) if _is_plain(tensor) else None
             handed = _Handed(tensor, value, version, bits)
             self._handed.setdefault(module, []).append(handed)
             self.are_held = True
@@ -152,6 +167,11 @@ def _is_plain(tensor: Tensor) -> bool:
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta:
         return False
     return tensor.layout is torch.strided and tensor.untyped_storage().nbytes() > 0
+
+
+def bits_of(tensor: Tensor) -> Tensor | None:
+    """Return numbers that tell whether a tensor was written to; None of other than plain ones."""
+    return _sums_of_bits(tensor) if _is_plain(tensor) else None
 
 
 def _sums_of_bits(tensor: Tensor) -> Tensor:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+from typing import Any
+
 import pytest
 import torch
+from support import scaled_backward
 from torch import nn
-from torch.optim import Adam, Optimizer
+from torch.optim import Adam, AdamW, Optimizer
 
 from amp_patch.kernels import small_tensors
 from amp_patch.optimizers import step_parts
@@ -54,3 +58,31 @@ def test_they_are_looked_up_again_only_where_there_are_other_parameters(
     moved = optimizer.param_groups[1]["params"].pop(0)
     optimizer.param_groups[0]["params"].append(moved)  # of the same list of all
     assert looked_up(parts, optimizer)[1] == (0, [20, 20], [1, 3])
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_an_interrupt_in_the_look_up_leaves_an_optimizer_that_steps(
+    amp: ModuleType, monkeypatch: pytest.MonkeyPatch, level: str
+) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
+    original = StepParts._parts_of
+
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    for is_loaded in (False, True):
+        if is_loaded:
+            optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.zero_grad()
+        monkeypatch.setattr(StepParts, "_parts_of", interrupted)
+        scaled_backward(amp, model(torch.ones(1, 3)).float().sum(), optimizer)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+        monkeypatch.setattr(StepParts, "_parts_of", original)
+        optimizer.zero_grad()
+        before = model.weight.detach().float().clone()
+        scaled_backward(amp, model(torch.ones(1, 3)).float().sum(), optimizer)
+        optimizer.step()
+        assert (model.weight.float() - before).abs().min() > 0.05

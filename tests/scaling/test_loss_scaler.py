@@ -406,6 +406,21 @@ def test_static_scale_keeps_its_value_and_says_so(caplog: pytest.LogCaptureFixtu
     ]
 
 
+def test_a_dynamic_scale_tells_that_it_goes_on_from_what_other_levels_save(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    scaler = LossScaler(ScaleRule(init_scale=1024.0))
+    scaler.load_state_dict({"loss_scale": 2.0, "unskipped": 0})
+    assert caplog.messages == []
+    scaler.load_state_dict(LossScaler(ScaleRule.resolve(1.0)).state_dict())
+    assert scaler.loss_scale() == 1.0
+    assert caplog.messages == [
+        "The loss scale is dynamic, and goes on from the saved 1.0, at which small gradients are 0 "
+        "in half. Levels without a loss scale save 1.0: of a checkpoint of one leave "
+        "amp.load_state_dict() out, to begin at 2.0."
+    ]
+
+
 STATE_RULE = (
     "a loss scaler's state must be a dict with 'loss_scale' and 'unskipped', or GradScaler's with "
     "'scale' and '_growth_tracker'"

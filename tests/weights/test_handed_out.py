@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from amp_patch.session import session
+from amp_patch.weights.fp32_values import FP32Values
 
 EVERY_LEVEL = True
 HALF_OF = {"O2": torch.float16, "O3": torch.float16, "O5": torch.bfloat16}
@@ -324,3 +325,23 @@ def test_states_in_inference_mode(amp: ModuleType, level: str) -> None:
         model.load_state_dict({name: value.clone() for name, value in new.items()})
     assert differing(model.state_dict(), expected_at(level, new)) == []
     step(amp, model, optimizer)
+
+
+def test_a_step_of_another_thread_while_a_state_dict_is_made_stays(
+    amp: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = amp.initialize(nn.Linear(3, 3), opt_level="O3", verbosity=0)
+    exact = FP32Values.exact
+
+    def stepped(self: FP32Values, tensor: Tensor) -> Tensor:
+        value = exact(self, tensor)
+        with torch.no_grad():
+            tensor.fill_(0.5)  # behind the copy, as by a step in another thread
+        return value
+
+    monkeypatch.setattr(FP32Values, "exact", stepped)
+    kept = model.state_dict()
+    monkeypatch.setattr(FP32Values, "exact", exact)
+    model.eval()(torch.ones(2, 3))
+    assert all(tensor.eq(0.5).all() for tensor in model.parameters())
+    del kept
