@@ -17,10 +17,10 @@ from amp_patch.casting.weight_cache import WeightCache
 from .backward_pass import BackwardPass
 from .loss_scaling import NoScaling
 
-#: The blocks that are open, with the threads that opened them: hooks of a backward on a GPU run in
-#: other threads. A block that nobody ended, see `BackwardPass.is_ended_by`, is gone. One in which
+#: The blocks that are open, by their ids, with the threads that opened them: hooks of a backward on
+#: a GPU run in other threads. A block that nobody ended, see `BackwardPass.is_ended_by`, is gone. One in which
 #: nothing is scaled is the only one, and all scales are 1.
-_open: list[tuple[int, weakref.ref[ScaledLoss]]] = []
+_open: dict[int, tuple[int, weakref.ref[ScaledLoss]]] = {}
 
 
 def open_scale() -> float | None:
@@ -28,7 +28,7 @@ def open_scale() -> float | None:
 
     None outside of blocks.
     """
-    blocks = [(thread, block()) for thread, block in _open]
+    blocks = [(thread, block()) for thread, block in list(_open.values())]
     own = [block for thread, block in blocks if thread == threading.get_ident() and block]
     found = own or [block for _, block in blocks if block]
     return found[-1].scale() if found else None
@@ -70,20 +70,20 @@ class ScaledLoss(_Block):
 
     @never_trace
     def __enter__(self) -> Tensor:
-        _open.append((threading.get_ident(), weakref.ref(self)))
+        _open[id(self)] = threading.get_ident(), weakref.ref(self)
         try:
             if torch.is_grad_enabled():
                 return self._pass.scale(self._loss)
             with torch.enable_grad():  # a backward works without, and so it does here
                 return self._pass.scale(self._loss)
         except BaseException:
-            self._closed()
+            _open.pop(id(self), None)
             self._pass.abandon()
             raise
 
     @never_trace
     def __exit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
-        self._closed()
+        _open.pop(id(self), None)
         if exc_type is not None:
             self._pass.abandon()
             return
@@ -97,9 +97,6 @@ class ScaledLoss(_Block):
         except BaseException:
             self._pass.abandon()
             raise
-
-    def _closed(self) -> None:
-        _open[:] = [row for row in _open if row[1]() not in (None, self)]
 
 
 class UnscaledLoss(_Block):
