@@ -18,8 +18,8 @@ from .backward_pass import BackwardPass
 from .loss_scaling import NoScaling
 
 #: The blocks that are open, by their ids, with the threads that opened them: hooks of a backward on
-#: a GPU run in other threads. A block that nobody ended, see `BackwardPass.is_ended_by`, is gone. One in which
-#: nothing is scaled is the only one, and all scales are 1.
+#: a GPU run in other threads. A block that nobody ended, see `BackwardPass.is_ended_by`, is gone.
+#: One in which nothing is scaled is the only one, and all scales are 1.
 _open: dict[int, tuple[int, weakref.ref[ScaledLoss]]] = {}
 
 
