@@ -210,7 +210,7 @@ class MasterWeights:
 
         What another thread's step has written does not: its step publishes it.
         """
-        may_be = self._exposed is not None or self._unseen.is_looking or self._is_written()
+        may_be = self._exposed is not None or self._is_written() or self._unseen.is_looking
         if may_be and self.lock.acquire(blocking=False):
             try:
                 self._show_unseen()

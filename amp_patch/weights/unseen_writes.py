@@ -68,12 +68,13 @@ class UnseenWrites:
         self._sums.update(found)
 
     def _sums_of(self, local: Sequence[Tensor]) -> dict[int, tuple[int, int]]:
-        if not self.is_looking or not _have_numbers(local):
+        if not local or not self.is_looking or not _have_numbers(local):
             return {}
         with torch.inference_mode(False), torch._C._DisableFuncTorch(), as_plain_tensors(local):
             sums = [one.detach().view(torch.int32).sum() for one in local]
-            pairs = zip(local, sums, strict=True)
-            return {one.data_ptr(): (int(total), one._version) for one, total in pairs}
+            totals = torch.stack([one.to(sums[0].device) for one in sums]).tolist()
+        pairs = zip(local, totals, strict=True)
+        return {one.data_ptr(): (total, one._version) for one, total in pairs}
 
 
 def _have_numbers(masters: Sequence[Tensor]) -> bool:
