@@ -37,7 +37,7 @@ APEX_CALLS = {
 OWN_CALLS = {
     "deactivate": "",
     "step_was_skipped": "optimizer",
-    "loss_scale": "loss_id=0",
+    "loss_scale": "loss_id=None",
     "overflow_report": "",
     "summary": "",
     "clip_grad_norm_": "optimizer, max_norm",

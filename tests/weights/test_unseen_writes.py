@@ -134,6 +134,16 @@ def test_masters_are_looked_at_in_the_first_steps_and_on_where_a_write_was_found
         assert writes.is_looking == is_written
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace. is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_prepared_model_is_traced_behind_its_optimizer(amp: ModuleType, level: str) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = Adam(model.parameters())
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    x = torch.ones(1, 3)
+    assert torch.equal(torch.jit.trace(model, x)(x), model(x))
+
+
 def test_nothing_is_looked_at_where_numbers_are_missing() -> None:
     masters, writes = [torch.ones(3, device="meta")], UnseenWrites({})
     writes.note(masters)
