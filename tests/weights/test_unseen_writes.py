@@ -134,7 +134,7 @@ def test_masters_are_looked_at_in_the_first_steps_and_on_where_a_write_was_found
         assert writes.is_looking == is_written
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.trace. is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_a_prepared_model_is_traced_behind_its_optimizer(amp: ModuleType, level: str) -> None:
     model = nn.Linear(3, 2)
