@@ -236,12 +236,11 @@ def _call_method(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
         method = getattr(torch.Tensor, name, None)
-        if not hasattr(method, "traced"):
+        is_traced = name in being_traced  # by the patched method, which calls the original
+        if is_traced and _in_a_mode(tx):
+            return _as_modes_see_it(tx, name, [self, *args], kwargs)
+        if is_traced or not hasattr(method, "traced"):
             return original(self, tx, name, args, kwargs)
-        if name in being_traced:  # by the patched method, which calls the original
-            return _as_modes_see_it(tx, name, [self, *args], kwargs) or original(
-                self, tx, name, args, kwargs
-            )
         being_traced.append(name)
         try:
             function = traced(tx, f"Tensor.{name}.traced")
@@ -253,15 +252,13 @@ def _call_method(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _as_modes_see_it(tx: Any, name: str, args: list[Any], kwargs: Any) -> Any:
-    """Trace a call of torch's own method by way of the mode around, as a region is one; or None.
+    """Trace a call of torch's own method by way of the mode around, as a region is one.
 
     torch.compile would give a mode what stands at the class now, and guard the method's defaults.
     """
     from torch._dynamo.variables.builder import SourcelessBuilder
     from torch._dynamo.variables.torch_function import dispatch_torch_function
 
-    if not _in_a_mode(tx):
-        return None
     method = SourcelessBuilder.create(tx, _METHODS[name])
     return dispatch_torch_function(tx, method, args, kwargs)
 

@@ -166,7 +166,7 @@ def test_inputs_in_float64_where_functions_cast(amp: ModuleType, level: str) -> 
 
 
 class Scores(nn.Module):
-    """Adds to half scores, by the minimum of float32 numbers, as DeBERTa filled its scores with."""
+    """Half scores, to which the minimum of float32 times nothing is added."""
 
     def __init__(self) -> None:
         super().__init__()
