@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Set
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from amp_patch.kernels.graph_capture import captures
 
 from .places import next_node
 from .ranges import kinds_in
-from .saved_state import RandomState
+from .saved_state import CallState, Name, RandomState
 
 
 class Call:
@@ -34,7 +34,7 @@ class Call:
         model: held weakly.
         inputs: ``(args, kwargs)``, with copies of the tensors.
         random: the state of the random numbers when it began.
-        buffers: copies of those buffers that a forward changes, by name.
+        state: the buffers and attributes that a forward changes, as it found them.
         region: the dtype of the region around it; None outside of regions.
         casts_off: whether ``disable_casts`` was around it.
         grads: the gradients that arrived, by the number of the pass and that of the output.
@@ -43,13 +43,12 @@ class Call:
     """
 
     def __init__(
-        self, model: nn.Module, args: Any, kwargs: Mapping[str, Any], names: Sequence[str]
+        self, model: nn.Module, args: Any, kwargs: Mapping[str, Any], names: Set[Name] | None
     ) -> None:
         self.model = weakref.ref(model)
         self.inputs: Any = copied((tuple(args), dict(kwargs)))
         self.random = RandomState()
-        buffers = dict(model.named_buffers())
-        self.buffers = {name: buffers[name].clone() for name in names if name in buffers}
+        self.state = CallState(model, names)
         self.region = None if mode.region is None else mode.region.dtype
         self.casts_off = mode.off and mode.region is None
         self.grads: dict[int, dict[int, Tensor]] = {}
@@ -77,7 +76,9 @@ class RecordedCalls:
         self._ranges: deque[tuple[int, int]] = deque(maxlen=1000)
         self._open = _Open()
         self._order: weakref.WeakKeyDictionary[Call, int] = weakref.WeakKeyDictionary()
-        self._changing: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
+        self._changing: weakref.WeakKeyDictionary[nn.Module, set[Name]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._last: weakref.WeakKeyDictionary[nn.Module, Call] = weakref.WeakKeyDictionary()
         self._count = 0
 
@@ -113,11 +114,9 @@ class RecordedCalls:
             # Inside of another model's, which is run again as a whole; or no call for itself.
             self._open.calls.append((model, None))
             return
-        names = self._changing.get(model)
-        if names is None:  # until its first call has shown which of them a forward changes
-            names = {name for name, _ in model.named_buffers()}
+        names = self._changing.get(model)  # its first call shows what a forward changes
         self._open.first_node = next_node()
-        self._open.calls.append((model, Call(model, args, kwargs, sorted(names))))
+        self._open.calls.append((model, Call(model, args, kwargs, names)))
 
     def after(self, model: nn.Module, outputs: Any) -> None:
         """The forward has ended; without outputs where it raised."""
@@ -138,21 +137,10 @@ class RecordedCalls:
             return
         self._ranges.append((self._open.first_node, next_node()))
         if model not in self._changing:
-            self._keep_what_changes(model, call)
+            self._changing[model] = call.state.keep_changed(model)
         for index, output in enumerate(tensors_in(outputs)):
             if output.requires_grad and output.grad_fn is not None:
                 output.register_hook(_Arrival(self, call, index))
-
-    def _keep_what_changes(self, model: nn.Module, call: Call) -> None:
-        """Keep of the buffers those that the forward has changed, in this call and all to come."""
-        buffers = dict(model.named_buffers())
-        changed = {
-            name
-            for name, before in call.buffers.items()
-            if name not in buffers or not torch.equal(before, buffers[name])
-        }
-        self._changing[model] = changed
-        call.buffers = {name: call.buffers[name] for name in changed}
 
     def arrived(self, call: Call, index: int, grad: Tensor) -> None:
         """A gradient has reached an output."""

@@ -23,7 +23,7 @@ from amp_patch.weights.half_model import cast_floats
 from .places import Place, Places, function_of, names_of
 from .ranges import kinds_in
 from .recorded_calls import Call, copied
-from .saved_state import ModelState, RandomState, set_buffers
+from .saved_state import ModelState, RandomState, attributes_of
 from .watch import Origin, Watch, Watched
 
 
@@ -68,9 +68,9 @@ class Rerun:
         """Run the forward; return where an output that is not finite came from."""
         # Copies once more, for the model may write to them and there may be further runs.
         args, kwargs = self._inputs = copied(self._call.inputs)
-        self._introduce()
         session.cache.mark_stale()  # casts of weights are made anew, where they are seen
-        set_buffers(self.model, self._call.buffers)
+        self._call.state.restore(self.model)
+        self._introduce()
         self._call.random.restore()
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
@@ -140,6 +140,9 @@ class Rerun:
         for name, tensor in (*own.items(), *self.model.named_buffers()):
             place = Place(name.rpartition(".")[0], 1, "")
             self._watch.introduce("weight", place, name.rpartition(".")[2], tensor)
+        for (path, name), value in attributes_of(self.model).items():
+            if isinstance(value, Tensor):
+                self._watch.introduce("weight", Place(path, 1, ""), name, value)
 
 
 @contextlib.contextmanager

@@ -293,7 +293,7 @@ def test_a_model_that_runs_without_gradients_first_is_run_again_as_it_was(amp) -
     model.train()
     outputs = model(torch.randn(4, WIDTH))
     changed = {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
-    assert set(tracer.recorded.kept()[-1].buffers) == changed
+    assert set(tracer.recorded.kept()[-1].state.buffers) == changed
     del outputs
 
 
