@@ -36,6 +36,10 @@ _NOTHING_HELPS = (
     "equal ones, a softmax over nothing but -inf (a row that is masked throughout), or for values "
     "that grow from step to step (the learning rate)."
 )
+_OF_OWN_BACKWARD = (
+    "float32 around it does not help: this backward is the script's own. Look whether it casts to "
+    "float16 (a `.half()`), divides by zero, or what it multiplies by."
+)
 _OF_OWN_CAST = (
     "The script itself casts to float16 there, where the level would not: leave that out (a "
     "`.half()`, a region, a rule), or bring the values below 65504 (normalize them, say)."
@@ -246,6 +250,8 @@ def _region(module: str, also: Sequence[str] = ()) -> str:
 
 
 def _of_operator(cause: Cause) -> str:
+    if cause.mended_by == "nothing" and cause.is_own:
+        return _OF_OWN_BACKWARD
     if cause.mended_by == "nothing":
         is_large = cause.operator in _EXPONENTIALS and _is_inf(cause)
         return _of_exponential(cause.operator) if is_large else _NOTHING_HELPS
@@ -306,6 +312,11 @@ def _of_rounding(cause: Cause) -> str:
 
 
 def _of_weight(cause: Cause) -> str:
+    if cause.zero_eps == 0.0:
+        return (
+            "A step before wrote it: the optimizer's eps is 0, so it divides by 0 where every "
+            "gradient was 0. Give it an eps, such as 1e-8."
+        )
     if cause.zero_eps is not None:
         return (
             f"A step before wrote it: the optimizer's eps={cause.zero_eps:g} is 0 in "
@@ -357,6 +368,12 @@ def _of_loss(cause: Cause) -> str:
 
 def _of_what_is_seen(cause: Cause, in_float: str) -> str:
     """Return where to look, of a loss that is in float32 at its end."""
+    operator = cause.operator or cause.spoiled_by
+    if operator in _OF_COSINES:
+        return (
+            f"In float32, too, `{operator}` has no finite gradient at 1 and -1, and is NaN beyond, "
+            f"where rounding may put what should be 1. {_kept_from_one(operator)}"
+        )
     look = (
         "Look at the loss and its targets: NaN in the data, a mean of nothing, a division by "
         "zero, a square root or logarithm of 0 (add an epsilon), values that grow from step to "
@@ -394,7 +411,7 @@ def _of_rounded_outputs(cause: Cause) -> str:
     )
     operator = cause.operator or cause.spoiled_by
     if operator in _OF_COSINES:
-        change = f"Keep them from 1: x.float().clamp(-1 + 1e-6, 1 - 1e-6).{operator}()."
+        change = _kept_from_one(operator)
     fact = (
         f"{_HALF_OF.get(cause.level, 'half')} rounds numbers to {numbers} that the model returns, "
         f"which may be where the loss is not finite. {change}"
@@ -404,6 +421,10 @@ def _of_rounded_outputs(cause: Cause) -> str:
     else:
         mend = f"Or {_region(cause.called)}."
     return f"{fact} {mend} Else look at the loss and its targets: NaN, or another division by zero."
+
+
+def _kept_from_one(operator: str) -> str:
+    return f"Keep them from 1: x.float().clamp(-1 + 1e-6, 1 - 1e-6).{operator}()."
 
 
 def _of_sum(cause: Cause) -> str:

@@ -279,9 +279,9 @@ def _in_model(
 
 
 def _zero_eps(model: nn.Module, origin: Origin) -> float | None:
-    """Return the eps of the optimizer that steps a half weight, if it is 0 in the weight's dtype.
+    """Return the eps of the optimizer that has stepped a weight, if it is 0 in its dtype.
 
-    1e-8, the usual one of Adam, is: such a step divides by 0 (O3).
+    1e-8, the usual one of Adam, is in float16: such a step divides by 0 (O3).
     """
     params = dict(model.get_submodule(origin.place.module).named_parameters(recurse=False))
     param = params.get(origin.place.operator or origin.result.name)
@@ -290,8 +290,9 @@ def _zero_eps(model: nn.Module, origin: Origin) -> float | None:
     for optimizer in session.optimizers.steps:
         for group in optimizer.param_groups:
             eps = group.get("eps")
-            if isinstance(eps, float) and any(one is param for one in group["params"]):
-                return eps if eps and not torch.tensor(eps, dtype=param.dtype) else None
+            is_stepped = any(one is param for one in group["params"]) and param in optimizer.state
+            if isinstance(eps, float) and is_stepped:
+                return None if torch.tensor(eps, dtype=param.dtype) else eps
     return None
 
 

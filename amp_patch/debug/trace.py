@@ -51,10 +51,12 @@ class LastPass(NamedTuple):
 
     Attributes:
         number: of the pass.
+        scale: of its loss.
         calls: that it reached, each with its model.
     """
 
     number: int
+    scale: float
     calls: Sequence[tuple[Call, nn.Module]]
 
 
@@ -180,9 +182,11 @@ class Tracer(StepObserver):
 
     def last_pass(self) -> LastPass:
         """Return the calls whose outputs the last backward pass of this step has reached."""
-        number = self.passes[-1][0] if self.passes else 0
+        number, scale = self.passes[-1][:2] if self.passes else (0, 1.0)
         calls = [(call, call.model()) for call in self.recorded.of_pass(number)]
-        return LastPass(number, [(call, model) for call, model in calls if model is not None])
+        return LastPass(
+            number, scale, [(call, model) for call, model in calls if model is not None]
+        )
 
     def survey(self, last: LastPass) -> Survey:
         """Run calls again, with the weights of now; return which modules are near limits."""
@@ -193,7 +197,8 @@ class Tracer(StepObserver):
                 one.forward()
                 # a loss may hide what an output shows, and has not where the pass overflowed
                 shown = one.reached if last.number <= self._looked_at else []
-                found.hidden += hidden(call, one, shown)
+                growth = self._growth()
+                found.hidden += [replace(it, growth=growth) for it in hidden(call, one, shown)]
                 one.backward(call.grads[last.number])
                 root, path = root_of(one.model)
                 label = session.models.label_of(root)

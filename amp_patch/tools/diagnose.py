@@ -62,6 +62,11 @@ _ALSO_IN_FP32 = (
     "The inf or NaN in a forward is hidden by what follows, and comes up in float32, too: "
     "precision is not to blame."
 )
+_FLUSHED = (
+    "At a loss scale of {scale:g} most gradients of a module above are 0 in float16, and what has "
+    "them does not train. Call amp.initialize(..., loss_scale='dynamic'), whose scale doubles "
+    "after each 2000 finite steps, from init_scale on; or take O4 or O5, whose bfloat16 holds them."
+)
 
 
 def report(found: dict[str, Any], script: Sequence[str]) -> str:
@@ -93,6 +98,8 @@ def report(found: dict[str, Any], script: Sequence[str]) -> str:
     )
     lines += _infinite_state(found["infinite_state"])
     lines += _near_limits(found["near_limits"])
+    if found["flushed_at"] is not None:
+        lines += ["", _FLUSHED.format(scale=found["flushed_at"])]
     if any(one["beyond"] for one in found["near_limits"].values()) and not overflows + len(hidden):
         lines += ["", _ALSO_IN_FP32]
     return "\n".join(lines)

@@ -41,6 +41,7 @@ class DiagnoseRecorder(StepObserver):
         self._near_limits: dict[str, Any] = {}
         self._hidden: dict[Hashable, dict[str, Any]] = {}
         self._infinite_state: Counter[str] = Counter()
+        self._flushed_at: float | None = None
         self._has_ended = False
         self.limit = StepLimit(steps, self._survey)
 
@@ -88,6 +89,8 @@ class DiagnoseRecorder(StepObserver):
                 found = tracer.survey(one)
                 for name, counts in found.counts.items():
                     self._near_limits[name] = dataclasses.asdict(counts)
+                    if 2 * counts.flushed > counts.grads:
+                        self._flushed_at = one.scale
                 for cause in found.hidden:
                     self._hidden[cause.key] = {**cause.to_json(), "text": str(cause)}
 
@@ -106,7 +109,7 @@ class DiagnoseRecorder(StepObserver):
         found |= {"was_ended": self.limit.has_ended}
         found |= {"overflows": self._overflows, "causes": self._causes}
         found |= {"near_limits": self._near_limits, "hidden": list(self._hidden.values())}
-        found |= {"infinite_state": self._infinite_state}
+        found |= {"infinite_state": self._infinite_state, "flushed_at": self._flushed_at}
         self._lines.write(found)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -667,6 +668,49 @@ def test_no_loss_is_questioned_where_a_function_of_the_users_own_multiplies(amp,
     assert (cause.where, cause.operator, cause.is_own) == ("backward", "LargerGradient", True)
     assert "is the loss a sum" not in cause.advice()
     assert "look at what it multiplies by" in cause.advice()
+
+
+class HalvedGradient(torch.autograd.Function):
+    """A function of the user's own whose backward casts to float16, whatever it is given."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        return (grad.half() + 1.0) * 6e4 * 6e4
+
+
+class OwnHalvedBackward(nn.Module):
+    """Calls `HalvedGradient`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return HalvedGradient.apply(x)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_backward_of_the_users_own_that_casts_is_what_to_look_at(amp, level: str) -> None:
+    model, optimizer = prepared(amp, around(OwnHalvedBackward()), level)
+    train(amp, model, optimizer)
+    cause = the_cause(amp)
+    assert (cause.operator, cause.mended_by) == ("HalvedGradient", "nothing")
+    assert "Look whether it casts to float16" in cause.advice()
+
+
+@pytest.mark.parametrize("in_region", [False, True])
+def test_a_loss_of_angles_is_told_to_keep_from_1(amp, in_region: bool) -> None:
+    def angles(outputs: Tensor) -> Tensor:
+        with amp.float_region() if in_region else contextlib.nullcontext():
+            outputs = outputs.float()
+            rows = outputs / outputs.norm(dim=-1, keepdim=True)
+            return torch.acos(rows @ rows.T).mean()
+
+    model, optimizer = prepared(amp, around(nn.Tanh()), "O1")
+    train(amp, model, optimizer, angles)
+    advice = the_cause(amp).advice()
+    assert "clamp(-1 + 1e-6, 1 - 1e-6).acos()" in advice
+    assert "float_region" not in advice
 
 
 def test_a_function_of_torchs_is_none_of_the_users_own() -> None:

@@ -544,6 +544,31 @@ def test_an_eps_that_is_0_in_float16_is_named(amp) -> None:
     assert "eps=1e-08 is 0 in float16" in cause.advice()
 
 
+def test_an_eps_is_blamed_for_no_weight_that_it_has_not_stepped(amp) -> None:
+    model = around(nn.Tanh())
+    model[1][0].weight.data[0, 0] = torch.nan  # of a checkpoint, say
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    options = {"opt_level": "O3", "trace_overflow": True, "verbosity": 0}
+    with pytest.warns(UserWarning, match="eps=1e-08, which is 0"):
+        model, optimizer = amp.initialize(model, optimizer, **options)
+    train(amp, model, optimizer)
+    cause = the_cause(amp)
+    assert (cause.where, cause.zero_eps) == ("weight", None)
+    assert "a checkpoint has it" in cause.advice()
+
+
+def test_an_eps_of_0_is_blamed_in_float32_as_well(amp) -> None:
+    model = around(nn.Tanh())
+    optimizer = torch.optim.Adam(model.parameters(), eps=0.0)
+    options = {"opt_level": "O1", "trace_overflow": True, "verbosity": 0}
+    model, optimizer = amp.initialize(model, optimizer, **options)
+    for _ in range(2):
+        train(amp, model, optimizer, lambda outputs: square(outputs) * 0.0)
+    cause = the_cause(amp)
+    assert (cause.where, cause.zero_eps) == ("weight", 0.0)
+    assert "the optimizer's eps is 0" in cause.advice()
+
+
 def test_an_input_beyond_float16_is_told_from_an_operator_that_overflows(amp) -> None:
     model, optimizer = prepared(amp, around(nn.Tanh()), "O2")
     with amp.scale_loss(square(model(torch.full((4, WIDTH), 1e6))), optimizer) as scaled:
@@ -810,6 +835,22 @@ def test_inf_that_no_gradient_shows_is_counted(amp) -> None:
     (cause,) = observer.hidden
     assert (cause.module, cause.operator, cause.where) == ("1.1", "mul", "forward")
     assert cause.rule == {"1.1": "float"}
+
+
+def test_a_hidden_inf_of_weights_that_have_grown_is_a_matter_of_the_learning_rate(amp) -> None:
+    observer = Surveying()
+    detach = session.observers.attach(observer)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    model, optimizer = prepared(amp, model, "O1")
+    train(amp, model, optimizer, lambda outputs: torch.tanh(outputs.float()).mean())
+    assert observer.hidden == []
+    model[1].weight.data.fill_(6e4)
+    model[0].bias.data.fill_(30.0)
+    train(amp, model, optimizer, lambda outputs: torch.tanh(outputs.float()).mean())
+    detach()
+    (cause,) = observer.hidden
+    assert cause.rule == {}
+    assert "is the learning rate too high?" in cause.advice()
 
 
 def test_inf_in_an_output_that_the_loss_hides_is_named(amp) -> None:

@@ -252,7 +252,8 @@ def test_more_steps_are_offered_where_nothing_but_the_scale_overflowed(
 def a_report(**found: Any) -> dict[str, Any]:
     nothing = {"steps": 4, "overflowed_steps": 0, "overflows": 0, "causes": []}
     nothing["was_ended"] = False
-    return {**nothing, "near_limits": {}, "hidden": [], "infinite_state": {}, **found}
+    empty = {"near_limits": {}, "hidden": [], "infinite_state": {}, "flushed_at": None}
+    return {**nothing, **empty, **found}
 
 
 def test_steps_of_several_losses_are_told_from_their_overflows() -> None:
@@ -323,6 +324,27 @@ def test_squares_of_gradients_that_half_cannot_hold_are_told(level: str) -> None
         level == "O3"
     )
     assert ("Take O2 or O5" in result.output) is (level == "O3")
+
+
+@pytest.mark.parametrize("scale", [1.0, "dynamic"])
+def test_a_scale_too_small_for_any_gradient_is_told(scale: object) -> None:
+    script = f"""
+        import torch
+        from amp_patch import amp
+
+        model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O2", loss_scale={scale!r})
+        for _ in range(2):
+            loss = torch.nn.functional.mse_loss(model(torch.ones(4, 8)), torch.zeros(4, 2)) * 1e-7
+            with amp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    """
+    Path("train.py").write_text(textwrap.dedent(script))
+    result = CliRunner().invoke(main, ["diagnose", "--", "train.py"], prog_name="amp-patch")
+    assert ("At a loss scale of 1 most gradients" in result.output) == (scale == 1.0)
 
 
 def test_many_modules_near_the_limits_are_counted() -> None:
