@@ -64,7 +64,7 @@ def steps(*losses: float, skipped: int = 0, optimizer: int = 0) -> list[dict[str
 
 def test_the_metric_is_the_mean_of_the_last_tenth_for_each_optimizer() -> None:
     lines = [*steps(*range(20)), *steps(*range(100, 120), optimizer=1)]
-    assert outcome_of_losses(lines, None) == Outcome((18.5, 118.5))
+    assert outcome_of_losses(lines, None).values == (18.5, 118.5)
 
 
 @pytest.mark.parametrize(
@@ -103,6 +103,9 @@ def test_the_deviation_is_the_largest_relative_one_in_either_direction() -> None
     assert Outcome((2.0, 3.0)).deviation(reference) == 0.25
     assert Outcome((2.5, 4.0)).deviation(reference) == 0.25
     assert Outcome((0.0,)).deviation(Outcome((0.0,))) == 0
+    near_0 = outcome_of_losses(steps(*[1.0] * 20, *[1e-5] * 20), None)
+    again = outcome_of_losses(steps(*[1.0] * 20, *[2e-5] * 20), None)
+    assert again.deviation(near_0) < 1e-3
     assert progress(steps(2.0, 1.0)) == 0.5
 
 

@@ -7,6 +7,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from amp_patch.tools.shares import share
+
 from .outcomes import NO_STEPS, Run
 from .steps import Step
 
@@ -47,7 +49,7 @@ def verdict_of(runs: Sequence[Run], references: Sequence[Run], tolerance: float)
     Args:
         runs: of the level, one a round.
         references: of O0, as many; empty where it was not swept.
-        tolerance: how far the final loss may be from the reference's, as a share of it.
+        tolerance: how far the final loss may be from the reference's, see `deviations`.
     """
     single = [_of_run(run) for run in runs]
     worst = max(single, key=lambda verdict: _badness(verdict.kind))
@@ -61,10 +63,17 @@ def verdict_of(runs: Sequence[Run], references: Sequence[Run], tolerance: float)
 
 
 def deviations(runs: Sequence[Run], references: Iterable[Run]) -> list[float]:
-    """Return how far the final loss is from the reference's, as a share of it, round by round."""
-    by_round = {run.round: run.final_loss for run in references}
+    """Return how far the final loss is from the reference's, as a share of it, round by round.
+
+    Of a reference near 0, as a share of a twentieth of what it fell by, see `share`.
+    """
+    by_round = {run.round: run for run in references}
     pairs = [(run.final_loss, by_round.get(run.round)) for run in runs]
-    return [_relative(a, b) for a, b in pairs if a is not None and b is not None]
+    return [
+        share(loss, other.final_loss, other.losses)
+        for loss, other in pairs
+        if loss is not None and other is not None and other.final_loss is not None
+    ]
 
 
 def divergence(steps: Sequence[Step]) -> Verdict | None:
@@ -127,12 +136,6 @@ def _compared(deviations: Sequence[float], tolerance: float) -> Verdict:
         return Verdict(OK)
     words = f"its final loss is {mean:+.1%} from {REFERENCE}'s, the tolerance is {tolerance:.1%}"
     return Verdict(DEVIATES, words)
-
-
-def _relative(value: float, reference: float) -> float:
-    if value == reference:
-        return 0.0
-    return (value - reference) / abs(reference) if reference else math.copysign(math.inf, value)
 
 
 def _badness(kind: str) -> int:

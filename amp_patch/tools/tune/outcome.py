@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from amp_patch.tools.shares import share
+
 #: The share of a run's second half that may be skipped; in the first the loss scale settles.
 SKIPPED = 0.1
 #: Characters of an error that are told.
@@ -27,18 +29,21 @@ class Outcome:
 
     Attributes:
         values: of the loss one for each optimizer, else one; empty where it failed.
+        losses: all of them, for each of the values; of another metric empty.
         failure: why it cannot be used, in words, all of them; None where it can.
     """
 
     values: tuple[float, ...] = ()
+    losses: tuple[Sequence[float], ...] = ()
     failure: str | None = None
 
     def deviation(self, reference: Outcome) -> float:
         """Return the largest relative difference from the reference; inf where one failed."""
         if self.failure or reference.failure or len(self.values) != len(reference.values):
             return math.inf
-        pairs = zip(self.values, reference.values, strict=True)
-        return max(_relative(one, other) for one, other in pairs)
+        losses = reference.losses or [()] * len(reference.values)
+        rows = zip(self.values, reference.values, losses, strict=True)
+        return max(abs(share(*row)) for row in rows)
 
     def words(self) -> str:
         """Return the values, or the failure in a line."""
@@ -75,15 +80,16 @@ def outcome_of_losses(steps: Sequence[Mapping[str, Any]], error: str | None) -> 
         return Outcome(failure=error)
     half = steps[len(steps) // 2 :]
     skipped = sum(bool(step["skipped"]) for step in half)
-    values = [_last_tenth(steps, number) for number in sorted({one["optimizer"] for one in steps})]
-    means = [value for value in values if value is not None]
+    by_optimizer = [_losses_of(steps, number) for number in sorted({s["optimizer"] for s in steps})]
+    trained = [losses for losses in by_optimizer if losses]
+    means = [_last_tenth(losses) for losses in trained]
     if not means:
         return Outcome(failure=NO_LOSS)
     if not all(map(math.isfinite, means)):
         return Outcome(failure="the loss is not finite")
     if skipped > max(1, SKIPPED * len(half)):
         return Outcome(failure=f"{skipped} of the last {len(half)} steps were skipped")
-    return Outcome(tuple(means))
+    return Outcome(tuple(means), tuple(trained))
 
 
 def outcome_of_output(text: str, pattern: re.Pattern[str], error: str | None) -> Outcome:
@@ -118,16 +124,13 @@ def progress(steps: Sequence[Mapping[str, Any]]) -> float:
     tenth = max(1, len(losses) // 10)
     if not losses:
         return 0.0
-    return _relative(sum(losses[-tenth:]) / tenth, sum(losses[:tenth]) / tenth)
+    return abs(share(_last_tenth(losses), sum(losses[:tenth]) / tenth))
 
 
-def _last_tenth(steps: Sequence[Mapping[str, Any]], optimizer: int) -> float | None:
-    losses = [s["loss"] for s in steps if s["optimizer"] == optimizer and s["loss"] is not None]
+def _losses_of(steps: Sequence[Mapping[str, Any]], optimizer: int) -> list[float]:
+    return [s["loss"] for s in steps if s["optimizer"] == optimizer and s["loss"] is not None]
+
+
+def _last_tenth(losses: Sequence[float]) -> float:
     tenth = losses[-max(1, len(losses) // 10) :]
-    return sum(tenth) / len(tenth) if tenth else None
-
-
-def _relative(value: float, reference: float) -> float:
-    if value == reference:
-        return 0.0
-    return abs(value - reference) / abs(reference) if reference else math.inf
+    return sum(tenth) / len(tenth)

@@ -137,6 +137,12 @@ def test_losses_are_compared_round_by_round() -> None:
     assert verdicts.deviations(rounds, references) == pytest.approx([0.0, 0.5])
 
 
+def test_losses_that_end_near_0_are_compared_by_what_they_fell() -> None:
+    rounds = [made_run("O1", [*[1.0] * 20, *[2e-5] * 20])]
+    references = [made_run("O0", [*[1.0] * 20, *[1e-5] * 20])]
+    assert verdicts.verdict_of(rounds, references, 0.05).kind == verdicts.OK
+
+
 @pytest.mark.parametrize("references", [[], [made_run("O0", [NAN] * 9)]])
 def test_without_a_reference_nothing_is_compared(references) -> None:
     verdict = verdicts.verdict_of([made_run("O1", FALLING)], references, 0.05)
