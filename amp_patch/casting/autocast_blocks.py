@@ -12,9 +12,9 @@ import types
 from collections.abc import Callable
 from typing import Any, cast
 
-from amp_patch.patching import Patches
+from amp_patch.patching import Patches, put
 
-from .autocast_questions import dtype_of_casts
+from .autocast_questions import NOTED, dtype_of_casts
 from .mode import casts_are_on, mode, process
 from .torch_compile import leave_out
 
@@ -41,7 +41,8 @@ def _enter(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @functools.wraps(original)
     def enter(self: Any) -> Any:
         entered = original(self)
-        if not self._enabled and self.device in process.devices and _is_asked_for(_caller()):
+        is_off = not self._enabled and self.device in process.devices
+        if is_off and (self.fast_dtype is NOTED or _is_asked_for(_caller())):
             mode.enter_autocast(id(self))
         return entered
 
@@ -77,7 +78,7 @@ def _enter_traced(original: Callable[..., Any]) -> Callable[..., Any]:
             dtype = _trace(tx, dtype_of_casts, device).as_python_constant()
             self.target_values = [device, dtype, enabled, *rest]
         entered = original(self, tx)
-        if not enabled and _is_asked_for(tx):
+        if not enabled and (dtype is NOTED or _is_asked_for(tx)):
             _trace(tx, _begin_traced, id(self), device)
         return entered
 
@@ -109,16 +110,20 @@ def _trace(tx: Any, function: Callable[..., Any], *constants: Any) -> Any:
 
     source = AttrSource(tx.import_source(function.__module__), function.__name__)
     traced = VariableTracker.build(tx, function, source)
-    allowed = Patches()
+    tracer, allowed = tx.output.current_tracer, Patches()
+    noted = getattr(tracer, "side_effect_stack", None)
     # At a graph break torch ends the blocks around it, and traces nothing any more.
     allowed.replace(tx.output, "should_exit", False)
     # What a checkpointed function writes outside of it is refused; the end takes all of it back.
-    allowed.replace(tx.output.current_tracer, "allow_side_effects_in_hop", True)
+    allowed.replace(tracer, "allow_side_effects_in_hop", True)
     try:
         arguments = [VariableTracker.build(tx, value) for value in constants]
         return traced.call_function(tx, arguments, {})
     finally:
         allowed.undo()
+        # A function that writes elsewhere returns all tensors that it has made, for others to read.
+        # Torch refuses those that alias arguments; and what is written here are no tensors.
+        put(tracer, "side_effect_stack", noted)
 
 
 REPLACEMENTS: dict[str, Callable[[Any], Any]] = {

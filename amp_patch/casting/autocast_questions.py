@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -27,6 +28,10 @@ Function = Callable[..., Any]
 _autocast_is_on = torch._C.is_autocast_enabled
 # Where a block that is given no dtype takes on the one around it.
 _BLOCK = torch.amp.autocast_mode.autocast.__init__.__code__
+# What calls a forward that `custom_fwd` has decorated, and the dtype that it notes where it casts:
+# its backward enters a block of that, which is off.
+_CUSTOM_FORWARD = torch.amp.custom_fwd(id, device_type="cpu").__code__
+NOTED = torch.float32
 # Libraries that ask in order to cast what our own rules for their functions have cast: DGL.
 _CAST_BY_RULES = {
     module.partition(".")[0]
@@ -66,7 +71,7 @@ def _whether(device: str, original: Function) -> Function:
         is_cast = _asked(original, device, args, kwargs) is not None
         return is_cast or original(*args, **kwargs)
 
-    return _for_all_but_torch(original, is_enabled)
+    return _for_all_but_torch(original, is_enabled, is_enabled)
 
 
 def _which(device: str | None, original: Function) -> Function:
@@ -75,7 +80,11 @@ def _which(device: str | None, original: Function) -> Function:
     def get_dtype(*args: Any, **kwargs: Any) -> torch.dtype:
         return _asked(original, device, args, kwargs) or original(*args, **kwargs)
 
-    return _for_all_but_torch(original, get_dtype)
+    def get_noted(*args: Any, **kwargs: Any) -> torch.dtype:
+        is_cast = _asked(original, device, args, kwargs) is not None
+        return NOTED if is_cast else original(*args, **kwargs)
+
+    return _for_all_but_torch(original, get_dtype, get_noted)
 
 
 def _asked(original: Function, default: str | None, args: Any, kwargs: Any) -> torch.dtype | None:
@@ -85,19 +94,32 @@ def _asked(original: Function, default: str | None, args: Any, kwargs: Any) -> t
     return dtype_of_casts([*args, *kwargs.values(), default][0])
 
 
-def _for_all_but_torch(original: Function, answer: Function) -> Function:
-    """Answer torch's own code as it did: it would hand on that autocast is on, and cast by it."""
+def _for_all_but_torch(original: Function, answer: Function, custom: Function) -> Function:
+    """Answer torch's own code as it did: it would hand on that autocast is on, and cast by it.
+
+    Args:
+        original: the question.
+        answer: to all others.
+        custom: to `custom_fwd`, where that casts.
+    """
 
     @functools.wraps(original)
     def question(*args: Any, **kwargs: Any) -> Any:
-        function = answer if _is_about_casts(sys._getframe(1)) else original
+        function = getattr(question, _who_answers(sys._getframe(1)))
         return function(*args, **kwargs)
 
     replacement: Any = question
-    replacement.traced = answer
+    replacement.answer, replacement.custom = answer, custom
     # TorchScript knows the original, and what it compiles casts nothing.
     replacement.__prepare_scriptable__ = lambda: original
     return question
+
+
+def _who_answers(caller: Any) -> str:
+    """Return the attribute of a replacement that answers what this frame asks."""
+    if _is_about_casts(caller):
+        return "answer"
+    return "custom" if _casts_inputs(caller) else "__wrapped__"
 
 
 def _is_about_casts(caller: Any) -> bool:
@@ -105,6 +127,20 @@ def _is_about_casts(caller: Any) -> bool:
     name = caller.f_globals.get("__name__", "")
     is_own = is_left_alone(name) or name.partition(".")[0] in _CAST_BY_RULES
     return caller.f_code is _BLOCK or not is_own
+
+
+def _casts_inputs(caller: Any) -> bool:
+    """Tell whether what asks is `torch.amp.custom_fwd` with ``cast_inputs``.
+
+    Where it is told that autocast is on it casts what it is called with, and enters a block in
+    which nothing casts. Without ``cast_inputs`` it would switch autocast on in its backward.
+    """
+    if caller.f_code is not _CUSTOM_FORWARD:
+        return False
+    if isinstance(caller, types.FrameType):
+        return caller.f_locals["cast_inputs"] is not None
+    cell = caller.symbolic_locals["cast_inputs"]
+    return caller.output.side_effects.load_cell(cell).as_python_constant() is not None
 
 
 def trace(patches: Patches, questions: Mapping[str, Function]) -> None:
@@ -134,7 +170,7 @@ def _handler(path: str) -> Function:
 
     def handle(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
         name = path.removeprefix("torch.")
-        function = traced(tx, f"{name}.{'traced' if _is_about_casts(tx) else '__wrapped__'}")
+        function = traced(tx, f"{name}.{_who_answers(tx)}")
         return function.call_function(tx, list(args), kwargs)
 
     return handle

@@ -40,7 +40,7 @@ WITHOUT_HALF = ("no_half", "float_on_cpu")
 #: Of which only `library_rules` knows: the first two for methods of DGL's objects.
 OWN_CASTS = (
     *("frames", "rows", "sums", "told", "loss", "widened", "wide", "rounded", "lengths"),
-    *("logits", "uncast", "lookup", "counted", *MEETINGS),
+    *("logits", "uncast", "lookup", "counted", "registered", *MEETINGS),
 )
 IN_FLOAT = ("never", "cpu", "mixed", "always")
 OWN_IN_FLOAT = ("hubs",)
@@ -301,6 +301,20 @@ def _run_uncast(
         return function(*args, **kwargs)
 
 
+def _run_registered(
+    rule: Rule, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """Call a custom operator, where casts are on, as `torch.autocast` does: as is registered."""
+    dtypes = getattr(args[0], "_autocast_dtype", None)  # only newer torch has them
+    tensors = _floats_in(args[1:], kwargs) if dtypes else []
+    dtype = dtypes.get(tensors[0].device.type) if dtypes and tensors else None
+    if dtype is None or (mode.dtype or process.dtype) is OFF:
+        return function(*args, **kwargs)
+    args, kwargs = _map_call(functools.partial(_cast, dtype=dtype), args, kwargs)
+    with _NothingElseCasts():
+        return function(*args, **kwargs)
+
+
 def _run_frames(
     rule: Rule, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -408,6 +422,7 @@ _RUN = {
     "rows": _run_rows,
     "sums": _run_sums,
     "uncast": _run_uncast,
+    "registered": _run_registered,
 }
 
 

@@ -34,6 +34,7 @@ stands for that method of every class that the module, or one inside of it, defi
 - "uncast": not at all, nor is what it calls, as if no level cast; left alone in such a model.
 - "lookup": as it is, but the gradient of a half table is added up in float32 on a CPU.
 - "counted": as it is, but a weight that is used very often is used in parts, see `many_uses`.
+- "registered": where functions cast, to the dtype that a custom operator has registered.
 - "logits": as "wide", and not where a CUDA kernel of ours takes them as they are.
 - "product", "products": in such a model float32 ones that meet half ones to its dtype, as its
   layers cast them; not where a float32 parameter is among them, which came to the model later. Of
@@ -52,6 +53,7 @@ from __future__ import annotations
 
 REASONS = {
     "autocast": "DGL casts its arguments to half inside of torch.autocast",
+    "autocast rule": "who wrote the operator says what it is cast to, by register_autocast",
     "bias": "the layer adds a float32 bias at O1, and what follows would keep float32 activations",
     "curved": "its second derivative is 1 over it: below 1.5e-5 that is more than float16 holds",
     "choices": "differences of large products say which points are near, and half rounds these",
@@ -316,6 +318,9 @@ RULES = {
         # of F.interpolate(antialias=True)
         "_upsample_bicubic2d_aa": ("stored", "cpu", "CPU kernel"),
         "_upsample_bilinear2d_aa": ("stored", "cpu", "CPU kernel"),
+    },
+    "torch._library.custom_ops": {
+        "CustomOpDef.__call__": ("registered", "never", "autocast rule"),
     },
     "torch.distributions": {
         "*.__init__": ("widened", "always", "drawn"),

@@ -295,6 +295,58 @@ class Double(torch.autograd.Function):
         return grad * 2
 
 
+def casting(dtype, sees):
+    """Return an autograd function that asks for a dtype, and notes those of its products."""
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        @torch.amp.custom_fwd(device_type="cpu", cast_inputs=dtype)
+        def forward(ctx, x, weight):
+            ctx.save_for_backward(x, weight)
+            return (x @ weight).float()
+
+        @staticmethod
+        @torch.amp.custom_bwd(device_type="cpu")
+        def backward(ctx, grad):
+            x, weight = ctx.saved_tensors
+            found = grad.to(x.dtype) @ weight.T, x.T @ grad.to(x.dtype)
+            sees(found[0].dtype)
+            return found[0].float(), found[1].float()
+
+    return Product.apply
+
+
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@LEVELS
+def test_custom_fwd_casts_its_inputs_and_nothing_in_it(amp, opt_level, dtype, compiled):
+    ones = torch.full((4, 4), 1.0009765)  # in bfloat16 1
+    rounded = ones.to(dtype)
+    by_hand = (X.to(dtype) @ rounded).float(), (rounded @ rounded.T).float()
+    model, seen = activate(amp, opt_level), set()
+    function = casting(dtype, (lambda _: None) if compiled else seen.add)
+    compile_ = functools.partial(torch.compile, backend="eager", fullgraph=True)
+    run = compile_(function) if compiled else function
+    x, weight = X.clone().requires_grad_(), ones.clone().requires_grad_()
+    y = run(x, weight)
+    y.backward(ones)
+    assert torch.equal(y, by_hand[0])
+    assert torch.equal(x.grad, by_hand[1])
+    assert compiled or seen == {dtype}
+    del model
+
+
+@LEVELS
+def test_custom_fwd_casts_nothing_where_casts_are_off(amp, opt_level):
+    model = activate(amp, opt_level)
+    x, weight = X.double().requires_grad_(), torch.ones(4, 4, dtype=torch.float64)
+    with amp.disable_casts():
+        y = casting(torch.float16, lambda _: None)(x * 1e6, weight)
+    assert y.isfinite().all()
+    del model
+
+
 @LEVELS
 @pytest.mark.usefixtures("fresh")
 def test_nor_does_it_in_compiled_code(amp, opt_level):

@@ -786,3 +786,64 @@ def test_what_has_no_half_kernel_on_the_cpu_alone_is_computed_in_float32_there(
     tolerance = 16 * torch.finfo(HALF_OF[level]).eps
     torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
     assert model.conv.weight.grad.isfinite().all()
+
+
+@pytest.fixture
+def custom_product() -> Iterator[Any]:
+    """Give a custom operator for a product, which torch's autocast casts to bfloat16."""
+    custom = pytest.importorskip("torch.library", reason="torch has no custom operators").custom_op
+    with torch.library._scoped_library("amp_patch_tests", "FRAGMENT"):
+
+        @custom("amp_patch_tests::product", mutates_args=())
+        def product(x: Tensor, weight: Tensor) -> Tensor:
+            return x @ weight
+
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+            x, weight = ctx.saved_tensors
+            return grad @ weight.T, x.T @ grad
+
+        product.register_autograd(
+            backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
+        )
+        product.register_fake(lambda x, weight: x.new_empty(x.shape[0], weight.shape[1]))
+        if not hasattr(product, "register_autocast"):
+            pytest.skip("this torch registers no autocast for custom operators")
+        product.register_autocast("cpu", torch.bfloat16)
+        yield product
+
+
+class CustomHead(nn.Module):
+    def __init__(self, product: Any) -> None:
+        super().__init__()
+        self.body, self.product = nn.Linear(4, 8), product
+        self.weight = nn.Parameter(torch.randn(8, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(self.body(x), self.weight)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4"])
+def test_a_custom_operator_takes_what_it_has_registered_for_autocast(
+    amp, custom_product, level: str
+) -> None:
+    x, original, model = torch.randn(3, 4), *(CustomHead(custom_product) for _ in range(2))
+    model.load_state_dict(original.state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"opt_level": level, "loss_scale": 8.0, "verbosity": 0}
+    model, optimizer = amp.initialize(model, optimizer, **options)
+    y = model(x)
+    assert (y.dtype is torch.bfloat16) == (level in ("O1", "O4"))
+    with amp.scale_loss(y.float().square().mean(), optimizer) as scaled:
+        scaled.backward()
+    original(x).square().mean().backward()
+    for param, exact in zip(model.parameters(), original.parameters(), strict=True):
+        torch.testing.assert_close(param.grad.float(), exact.grad, rtol=0.05, atol=0.02)
+
+
+def test_a_custom_operator_in_float_region_stays_in_float32(amp, custom_product) -> None:
+    model, x = CustomHead(custom_product), torch.randn(3, 4)
+    exact = model(x)
+    model = amp.initialize(model, opt_level="O1", verbosity=0)
+    for block in (amp.float_region, amp.disable_casts):
+        with block():
+            assert torch.equal(model(x), exact)
