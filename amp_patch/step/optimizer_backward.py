@@ -305,11 +305,14 @@ class OptimizerBackward:
     def show_masters(self) -> None:
         """The user gets the masters, to read, write and differentiate by until the next step.
 
-        In a block, behind its backward, they get their gradients now.
+        In a block, behind its backward, they get their gradients now. Not for another thread, which
+        asks while this one may be in the backward: it reads values, for a log or an average.
         """
-        if self.is_open and self.masters is not None:
-            self._end_early()
-        self.show_gradients()
+        is_in_backward = torch._C._current_graph_task_id() != -1  # a hook's thread may be torch's
+        if not self.is_open or is_in_backward or self._thread == threading.get_ident():
+            if self.is_open and self.masters is not None:
+                self._end_early()
+            self.show_gradients()
         if self.masters is not None:
             self.masters.expose()
 

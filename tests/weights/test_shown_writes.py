@@ -193,6 +193,43 @@ def test_a_forward_of_another_thread_leaves_a_step_alone(amp: ModuleType, level:
     assert torch.equal(model.weight, stepped)
 
 
+@FUSED
+@LEVELS
+@pytest.mark.filterwarnings("ignore:a hook of a tensor")
+def test_a_thread_that_reads_masters_in_a_backward_changes_nothing(
+    amp: ModuleType, level: str, fused: bool
+) -> None:
+    def trained(reads: bool) -> list[Tensor]:
+        training = Training(amp, level, fused)
+        first, *rest = training.model
+        found: list[Tensor] = []
+
+        def read() -> None:  # as one that logs, or averages, or saves
+            found.extend(master.detach().sum() for master in amp.master_params(training.optimizer))
+
+        def read_beside(_: Tensor) -> None:
+            thread = threading.Thread(target=read)
+            thread.start()
+            thread.join(timeout=20)
+
+        for _ in range(4):
+            training.optimizer.zero_grad()
+            outputs = first(training.inputs.to(first.weight.dtype))
+            if reads:  # when the gradients of the later layers are there, and no others
+                outputs.register_hook(read_beside)
+            for module in rest:
+                outputs = module(outputs)
+            scaled_backward(amp, outputs.float().square().sum(), training.optimizer)
+            training.optimizer.step()
+        assert bool(found) == reads
+        masters = [master.detach().clone() for master in training.masters]
+        amp.deactivate()
+        return masters
+
+    for with_reads, without in zip(trained(True), trained(False), strict=True):
+        assert torch.equal(with_reads, without)
+
+
 def test_another_model_reads_what_was_written_to_it(amp: ModuleType) -> None:
     """Of two models each forward reads its own, and an O1 model between them nothing."""
     first, second = Training(amp, "O2", False), Training(amp, "O2", True)
