@@ -200,8 +200,8 @@ def run_on_gpu(run_tests, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyP
             *("missing", "cupy", "cupy", "skipped", "could not import 'cupy'"),
             marks=pytest.mark.slow,
         ),
-        ("there", None, None, "passed", "2 passed"),
-        ("warns", None, None, "passed", "2 passed"),
+        pytest.param("there", None, None, "passed", "2 passed", marks=pytest.mark.slow),
+        pytest.param("warns", None, None, "passed", "2 passed", marks=pytest.mark.slow),
         ("broken", None, "torch", "failed", "libcuda.so.1: cannot open shared object file"),
     ],
 )
@@ -225,7 +225,12 @@ def test_on_a_gpu_torch_takes_the_place_of_a_cupy_of_which_only_its_tests_tell(
 
 @pytest.mark.parametrize(
     ("expression", "devices"),
-    [("not slow", ""), ("not gpu", ""), ("gpu", "5"), ("gpu and not slow", "5")],
+    [
+        ("not slow", ""),
+        ("gpu", "5"),
+        pytest.param("not gpu", "", marks=pytest.mark.slow),
+        pytest.param("gpu and not slow", "5", marks=pytest.mark.slow),
+    ],
 )
 def test_who_asks_for_no_gpu_sees_none(
     run_tests,

@@ -8,6 +8,7 @@ is imported, or at once if it is; imports none. It must not know how a call is c
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import types
 import weakref
@@ -175,7 +176,7 @@ class LibraryFunctions:
                 continue
             with contextlib.suppress(AttributeError):  # another version of the library
                 owner, name, original = resolve_in(module, path)
-                wrapper: Any = wrap(original, rule)
+                wrapper: Any = (wrapped_once if is_torchs else wrap)(original, rule)
                 if owner is Tensor:
                     wrapper.traced = wrap(calling(name), rule)
                 patches.replace(owner, name, wrapper)
@@ -183,6 +184,10 @@ class LibraryFunctions:
                     as_if_defined_at(wrapper, f"{module.__name__}.{path}")
                     replaced[id(original)] = original, wrapper
         return replaced
+
+
+# Torch's functions stay: each is wrapped by the first initialize that casts it, for all to come.
+wrapped_once = functools.cache(wrap)
 
 
 def _modules_of(models: Iterable[nn.Module]) -> dict[str, types.ModuleType]:

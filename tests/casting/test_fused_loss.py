@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from amp_patch.casting import fused_loss
+from amp_patch.casting import fused_loss, library_casts, library_functions
 from amp_patch.casting.mode import casts_are_on
 from amp_patch.kernels import cuda_cross_entropy
 
@@ -403,6 +403,7 @@ def test_a_build_for_cuda_compiles_a_models_loss_in_one_graph(
     amp: ModuleType, monkeypatch: pytest.MonkeyPatch, level: str
 ) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(library_functions, "wrapped_once", library_casts.wrap)
     model = WithLoss()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)

@@ -231,8 +231,17 @@ def test_what_is_clamped_lies_between_the_bounds(amp: ModuleType, level: str) ->
     run()
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("level", ["O0", "O1", "O5"])
+@pytest.mark.parametrize(
+    ("level", "compiled"),
+    [
+        ("O0", False),
+        ("O1", False),
+        ("O1", True),
+        ("O5", False),
+        pytest.param("O0", True, marks=pytest.mark.slow),
+        pytest.param("O5", True, marks=pytest.mark.slow),
+    ],
+)
 def test_a_half_region_has_numbers_that_half_has(
     amp: ModuleType, level: str, compiled: bool
 ) -> None:

@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from amp_patch.casting import library_functions
+from amp_patch.casting.library_casts import wrap
 from amp_patch.kernels import choice, cuda_module
 from amp_patch.warn_once import warn_once
 from cuda_on_cpu.launcher import EmulatedModules
@@ -19,6 +21,7 @@ class Gpu:
         monkeypatch.setattr(choice, "_IS_CUDA", self.is_cuda)
         warn_once.reset()
         monkeypatch.setattr(torch.version, "cuda", "13.0")
+        monkeypatch.setattr(library_functions, "wrapped_once", wrap)  # by what a build has
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         # where torch is built for CUDA its optimizers would ask the driver for the stream
         for kind in ("cuda", "accelerator"):
