@@ -109,7 +109,8 @@ def _for_all_but_torch(original: Function, answer: Function, custom: Function) -
         return function(*args, **kwargs)
 
     replacement: Any = question
-    replacement.answer, replacement.custom = answer, custom
+    replacement.traced = answer
+    replacement.custom = custom
     # TorchScript knows the original, and what it compiles casts nothing.
     replacement.__prepare_scriptable__ = lambda: original
     return question
@@ -118,7 +119,7 @@ def _for_all_but_torch(original: Function, answer: Function, custom: Function) -
 def _who_answers(caller: Any) -> str:
     """Return the attribute of a replacement that answers what this frame asks."""
     if _is_about_casts(caller):
-        return "answer"
+        return "traced"
     return "custom" if _casts_inputs(caller) else "__wrapped__"
 
 

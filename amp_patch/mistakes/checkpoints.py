@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -23,10 +24,10 @@ from amp_patch.step.prepared_optimizers import PreparedOptimizers
 from .late_sharding import FSDP
 
 _MODULE = "torch.distributed.checkpoint.state_dict"
-_READ = ("get_state_dict", "get_model_state_dict", "get_optimizer_state_dict")
 _WRITE = ("set_state_dict", "set_optimizer_state_dict", "set_model_state_dict")
 _FSDP1 = f"{FSDP}.FullyShardedDataParallel"
 _OF_FSDP1 = ("optim_state_dict", "optim_state_dict_to_load")
+_Lent = Callable[..., contextlib.AbstractContextManager[None]]
 
 
 class _Lending:
@@ -38,18 +39,13 @@ class _Lending:
 
 
 def replacements(optimizers: PreparedOptimizers) -> dict[str, dict[str, Callable[[Any], Any]]]:
-    """Return what makes the replacements of its functions, by the modules that have them."""
-    lending = _Lending()
-    make = functools.partial(_with_masters, optimizers, lending)
+    """Return what makes the replacements, by the modules that have them."""
+    lent = functools.partial(_lent, optimizers, _Lending())
+    make = functools.partial(_with_masters, lent)
     return {
-        _MODULE: {
-            f"{_MODULE}.{name}": functools.partial(make, name in _WRITE)
-            for name in (*_READ, *_WRITE)
-        },
-        FSDP: {
-            f"{_FSDP1}.{name}": functools.partial(_static, functools.partial(make, False))
-            for name in _OF_FSDP1
-        },
+        # what all six functions enter, for a script may have imported these by their names
+        _MODULE: {f"{_MODULE}._gc_context": functools.partial(_in_caller, lent)},
+        FSDP: {f"{_FSDP1}.{name}": functools.partial(_static, make) for name in _OF_FSDP1},
     }
 
 
@@ -57,36 +53,55 @@ def _static(make: Callable[[Any], Any], original: Callable[..., Any]) -> Any:
     return staticmethod(make(original))
 
 
-def _with_masters(
-    optimizers: PreparedOptimizers,
-    lending: _Lending,
-    writes: bool,
-    original: Callable[..., Any],
-) -> Callable[..., Any]:
-    """Call a function that takes a model first while its parameters are those that are stepped.
-
-    Args:
-        optimizers: those that are prepared.
-        lending: whether one of these functions runs, for one calls another.
-        writes: whether it may write to the parameters.
-        original: the function.
-    """
+def _with_masters(lent: _Lent, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Call a function that takes a model first while its parameters are those that are stepped."""
 
     @functools.wraps(original)
     def with_masters(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with lending.lock:
-            if lending.is_on:  # of this very thread
-                return original(model, *args, **kwargs)
-            steps = list(optimizers.steps.values())
-            masters_in = _fp32_in if flat_modules(model) else _masters_in
-            lending.is_on = True
-            try:
-                with _plain_steps(steps), masters_in(model, steps, writes):
-                    return original(model, *args, **kwargs)
-            finally:
-                lending.is_on = False
+        with lent(model, writes=False):
+            return original(model, *args, **kwargs)
 
     return with_masters
+
+
+def _in_caller(lent: _Lent, original: Callable[[], Any]) -> Callable[[], Any]:
+    """Have the same in the block that a function with an argument ``model`` enters."""
+
+    @functools.wraps(original)
+    def block() -> Any:
+        caller = sys._getframe(1)
+        stack = contextlib.ExitStack()
+        stack.enter_context(lent(caller.f_locals["model"], caller.f_code.co_name in _WRITE))
+        stack.enter_context(original())
+        return stack
+
+    return block
+
+
+@contextlib.contextmanager
+def _lent(
+    optimizers: PreparedOptimizers, lending: _Lending, model: nn.Module, writes: bool
+) -> Iterator[None]:
+    """Let a model's parameters be those that are stepped.
+
+    Args:
+        optimizers: those that are prepared.
+        lending: whether they are so, for one of the functions calls another.
+        model: of torch's, or wrapped by it.
+        writes: whether the parameters may be written to.
+    """
+    with lending.lock:
+        if lending.is_on:  # of this very thread
+            yield
+            return
+        steps = list(optimizers.steps.values())
+        masters_in = _fp32_in if flat_modules(model) else _masters_in
+        lending.is_on = True
+        try:
+            with _plain_steps(steps), masters_in(model, steps, writes):
+                yield
+        finally:
+            lending.is_on = False
 
 
 @contextlib.contextmanager

@@ -308,7 +308,8 @@ class ServedScalers:
     def adopt(self, options: Mapping[str, Any]) -> None:
         """A `GradScaler` is used for the first time: our scaler takes over how it was made.
 
-        Where `amp.initialize` was told how to scale, that counts, and a warning says so.
+        Where `amp.initialize` was told how to scale, that counts, and a warning says so. A scale
+        that was loaded, or has moved, stays.
 
         Args:
             options: init_scale, growth_factor, backoff_factor and growth_interval, where they are
@@ -317,10 +318,12 @@ class ServedScalers:
         scaler = self._scaler()
         if not options or (not scaler.rule.dynamic and scaler.rule.init_scale == 1.0):
             return
-        if scaler.rule == ScaleRule() and scaler.unskipped == 0:
+        if scaler.rule == ScaleRule():
+            is_new = scaler.unskipped == 0 and scaler.scale == scaler.rule.init_scale
             cap = max(scaler.rule.max_loss_scale, options.get("init_scale", 1.0))
             scaler.rule = replace(scaler.rule, **options, max_loss_scale=cap)
-            scaler.scale = float(scaler.rule.init_scale)
+            if is_new:
+                scaler.scale = float(scaler.rule.init_scale)
         elif any(getattr(scaler.rule, name) != value for name, value in options.items()):
             given = ", ".join(f"{name}={value}" for name, value in options.items())
             warn_once(

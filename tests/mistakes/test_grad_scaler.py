@@ -406,6 +406,39 @@ def test_what_initialize_was_told_counts_before_it(amp: ModuleType, told: bool) 
     assert scaler.get_scale() == 64.0
 
 
+@pytest.mark.parametrize("loaded", ["amp", "scaler", "amp, scaler", "scaler, amp"])
+def test_a_resumed_scale_goes_on_by_the_rule_of_the_gradscaler(
+    amp: ModuleType, loaded: str
+) -> None:
+    def started() -> tuple[nn.Module, torch.optim.Optimizer, torch.amp.GradScaler]:
+        amp.deactivate()
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+        return model, optimizer, scaler
+
+    def scales(steps: int) -> list[float]:
+        found = []
+        for _ in range(steps):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.ones(2, 4)).float().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            found.append(scaler.get_scale())
+        return found
+
+    model, optimizer, scaler = started()
+    scales(4)
+    states = {"amp": amp.state_dict(), "scaler": scaler.state_dict()}
+    expected = scales(8)
+    assert expected[-1] == 16384.0
+    model, optimizer, scaler = started()
+    for name in loaded.split(", "):
+        {"amp": amp, "scaler": scaler}[name].load_state_dict(states[name])
+    assert scales(8) == expected
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_gradients_that_a_script_unscales_itself_are_of_a_scaled_loss(
     amp: ModuleType, level: str
