@@ -411,7 +411,7 @@ def test_a_resumed_scale_goes_on_by_the_rule_of_the_gradscaler(
     amp: ModuleType, loaded: str
 ) -> None:
     def started() -> tuple[nn.Module, torch.optim.Optimizer, torch.amp.GradScaler]:
-        amp.deactivate()
+        core.deactivate()
         model = nn.Linear(4, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
