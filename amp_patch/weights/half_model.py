@@ -85,7 +85,7 @@ class ForwardCasts(FollowsCopies):
             _follow_device(model)
         else:
             if _autocast_is_on() or mode.autocasts:
-                _warn_of_autocast(model, self.level)
+                _warn_of_autocast(model, self.level, is_float=inputs is torch.float32)
             if self.observe is not None:
                 self.observe(model, args if is_forward else (), kwargs)
         return None if inputs is None else self._cast_inputs(inputs, args, kwargs)
@@ -159,15 +159,26 @@ def _runs_around(model: nn.Module) -> bool:
     return torch.compiler.is_compiling() or calls_of(model) > 1
 
 
-def _warn_of_autocast(model: nn.Module, level: torch.dtype) -> None:
+def _warn_of_autocast(model: nn.Module, level: torch.dtype, is_float: bool) -> None:
     """Tell of a block around the model: one that casts as well, or that switches our casts off.
 
     The latter is how a script's own switch is off, ``torch.autocast(device, enabled=args.amp)``.
+
+    Args:
+        model: that is called.
+        level: what its functions cast to.
+        is_float: whether it is in float32 throughout (O0).
     """
     name = type(model).__name__
     known = filter(torch.amp.is_autocast_available, sorted(process.devices))  # others raise
     on = [device for device in known if torch.is_autocast_enabled(device)]
-    if on:
+    if on and is_float:
+        warn_once(
+            "a model at O0 trains in float32, and torch.autocast around it casts to half all the "
+            f"same; got a call of a {name} in torch.autocast({on[0]!r}); remove that 'with' and "
+            "its GradScaler, or take O1 or O4 in their place."
+        )
+    elif on:
         warn_once(
             "a model that amp.initialize() set up casts by itself, and torch.autocast around it "
             f"casts once more; got a call of a {name} in torch.autocast({on[0]!r}); remove that "
