@@ -114,6 +114,16 @@ def in_half(name: str, args: Any, kwargs: Any, half: torch.dtype) -> tuple[Any, 
     return args, kwargs
 
 
+def filled_in_half(name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Return the same of one that fills tensors in half, in the dtype of these; else what it is."""
+    if name not in _FILL_NAMES:
+        return args, kwargs
+    if not (any(map(_may_be_lost, args)) or any(map(_may_be_lost, kwargs.values()))):
+        return args, kwargs  # as most often
+    dtype = kwargs.get("dtype") or _dtype_of_floats((*args, *kwargs.values()))
+    return in_half(name, args, kwargs, dtype) if dtype in HALVES else (args, kwargs)
+
+
 def within(value: Any, half: torch.dtype) -> Any:
     """Return the nearest finite number of a half dtype, and not 0 for another; else the value.
 
@@ -130,11 +140,8 @@ def _filling(original: Function) -> Function:
     @leave_out  # between two graphs torch would compile it for each kind of call
     @functools.wraps(original)
     def fill(*args: Any, **kwargs: Any) -> Any:
-        if not (any(map(_may_be_lost, args)) or any(map(_may_be_lost, kwargs.values()))):
-            return original(*args, **kwargs)  # as most often
-        dtype = kwargs.get("dtype") or _dtype_of_floats((*args, *kwargs.values()))
-        if dtype in HALVES and (mode.stored is not None or casts_are_on()):
-            args, kwargs = in_half(original.__name__, args, kwargs, dtype)
+        if mode.stored is not None or casts_are_on():
+            args, kwargs = filled_in_half(original.__name__, args, kwargs)
         return original(*args, **kwargs)
 
     return _scriptable(fill, original)

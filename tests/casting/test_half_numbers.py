@@ -238,7 +238,6 @@ def test_what_is_clamped_lies_between_the_bounds(amp: ModuleType, level: str) ->
         ("O1", False),
         ("O1", True),
         ("O5", False),
-        pytest.param("O0", True, marks=pytest.mark.slow),
         pytest.param("O5", True, marks=pytest.mark.slow),
     ],
 )
