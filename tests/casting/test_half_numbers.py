@@ -253,6 +253,8 @@ def test_a_half_region_has_numbers_that_half_has(
         **{name: lambda x, fill=fill: fill(x, -1e9) for name, fill in FILLS.items()},
         **{name: lambda x, clamp=clamp: clamp(x, low, high) for name, clamp in CLAMPS.items()},
     }
+    if level == "O0":  # torch asks no mode of a write at an index, and nothing is replaced
+        functions = {name: one for name, one in functions.items() if not name.startswith("a ")}
     for name, function in functions.items():
 
         def inside(x: Tensor, function: Callable[[Tensor], Tensor] = function) -> Tensor:
