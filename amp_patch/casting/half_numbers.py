@@ -94,7 +94,7 @@ _HALF_OF_THE_LEAST = torch.finfo(torch.float16).smallest_normal * 2.0**-11
 
 def replacements() -> dict[str, Callable[[Function], Function]]:
     """Return, for each path of a function, what makes its replacement."""
-    return {**dict.fromkeys(_FILLS, _filling), **dict.fromkeys(_BOUNDING, _bounding)}
+    return dict.fromkeys((*_FILLS, *_BOUNDING), _fitting)
 
 
 def in_half(name: str, args: Any, kwargs: Any, half: torch.dtype) -> tuple[Any, Any]:
@@ -114,13 +114,16 @@ def in_half(name: str, args: Any, kwargs: Any, half: torch.dtype) -> tuple[Any, 
     return args, kwargs
 
 
-def filled_in_half(name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Return the same of one that fills tensors in half, in the dtype of these; else what it is."""
-    if name not in _FILL_NAMES:
-        return args, kwargs
-    if not (any(map(_may_be_lost, args)) or any(map(_may_be_lost, kwargs.values()))):
+def in_its_dtype(name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Return the same for the dtype that the function fills or bounds in, if that is half."""
+    if name in _BOUNDS:
+        dtype = getattr(args[0] if args else kwargs.get("input"), "dtype", None)
+    elif name not in _FILL_NAMES or not (
+        any(map(_may_be_lost, args)) or any(map(_may_be_lost, kwargs.values()))
+    ):
         return args, kwargs  # as most often
-    dtype = kwargs.get("dtype") or _dtype_of_floats((*args, *kwargs.values()))
+    else:
+        dtype = kwargs.get("dtype") or _dtype_of_floats((*args, *kwargs.values()))
     return in_half(name, args, kwargs, dtype) if dtype in HALVES else (args, kwargs)
 
 
@@ -136,32 +139,16 @@ def within(value: Any, half: torch.dtype) -> Any:
     return math.copysign(max(least, min(abs(value), info.max)), value)
 
 
-def _filling(original: Function) -> Function:
+def _fitting(original: Function) -> Function:
     @leave_out  # between two graphs torch would compile it for each kind of call
     @functools.wraps(original)
-    def fill(*args: Any, **kwargs: Any) -> Any:
+    def fitting(*args: Any, **kwargs: Any) -> Any:
         if mode.stored is not None or casts_are_on():
-            args, kwargs = filled_in_half(original.__name__, args, kwargs)
+            args, kwargs = in_its_dtype(original.__name__, args, kwargs)
         return original(*args, **kwargs)
 
-    return _scriptable(fill, original)
-
-
-def _bounding(original: Function) -> Function:
-    @leave_out
-    @functools.wraps(original)
-    def bound(*args: Any, **kwargs: Any) -> Any:
-        dtype = getattr(args[0] if args else kwargs.get("input"), "dtype", None)
-        if dtype in HALVES and (mode.stored is not None or casts_are_on()):
-            args, kwargs = in_half(original.__name__, args, kwargs, dtype)
-        return original(*args, **kwargs)
-
-    return _scriptable(bound, original)
-
-
-def _scriptable(replacement: Any, original: Function) -> Function:
-    replacement.__prepare_scriptable__ = lambda: original  # TorchScript casts nothing
-    return replacement  # type: ignore[no-any-return]  # a function, with an attribute of our own
+    fitting.__prepare_scriptable__ = lambda: original  # type: ignore[attr-defined]  # our own
+    return fitting
 
 
 def _bound(name: str, value: Any, half: torch.dtype) -> Any:

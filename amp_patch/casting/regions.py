@@ -22,7 +22,7 @@ from amp_patch.patching import resolve
 
 from . import targets
 from .argument_casts import tensors_in, to_dtype
-from .half_numbers import filled_in_half, in_half
+from .half_numbers import in_half, in_its_dtype
 from .library_rules import RULES
 from .mode import HALVES, mode, process
 
@@ -55,7 +55,7 @@ class Region(TorchFunctionMode):
         if mode.region is not self or kwargs.get("out") is not None:
             return func(*args, **kwargs)
         if func.__name__ not in _COMPUTING or _is_users(func):
-            args, kwargs = filled_in_half(func.__name__, args, kwargs)
+            args, kwargs = in_its_dtype(func.__name__, args, kwargs)
             return func(*args, **kwargs)
         dtype = self.dtype
         if func.__name__ in _NO_HALF or (
