@@ -145,6 +145,22 @@ def test_a_loss_that_the_script_has_made_anew(
             optimizer.step()
 
 
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_a_leaf_whose_hook_runs_the_backward_is_a_loss(amp: ModuleType, level: str) -> None:
+    """As where gradients of large batches are cached, and the graph is made again in parts."""
+    model, optimizer = prepared(amp, level)
+    with telling("must be what the criterion returned", 0):
+        for inputs in batches():
+            loss = loss_of(model, inputs)
+            leaf = loss.detach().requires_grad_()
+            leaf.register_hook(lambda grad, loss=loss: loss.backward(grad.to(loss.dtype)))
+            optimizer.zero_grad()
+            with amp.scale_loss(leaf, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            assert all(param.grad is not None for param in model.parameters())
+            optimizer.step()
+
+
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_optimizers_without_parameters(amp: ModuleType, level: str) -> None:
     model, _ = make()
