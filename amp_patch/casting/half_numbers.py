@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from .mode import HALVES, casts_are_on, mode
 from .torch_compile import leave_out
@@ -88,6 +89,8 @@ _BOUNDING = (
     ),
 )
 _NUMBERS = (float, int)
+#: Bounds that both half dtypes have, as 0, 1 and 6.
+_EXACT = frozenset({*range(-256, 257), None})
 _LEAST_RANGE = torch.finfo(torch.float16).max
 _HALF_OF_THE_LEAST = torch.finfo(torch.float16).smallest_normal * 2.0**-11
 
@@ -140,9 +143,13 @@ def within(value: Any, half: torch.dtype) -> Any:
 
 
 def _fitting(original: Function) -> Function:
+    is_bounding = original.__name__ in _BOUNDS
+
     @leave_out  # between two graphs torch would compile it for each kind of call
     @functools.wraps(original)
     def fitting(*args: Any, **kwargs: Any) -> Any:
+        if is_bounding and not (kwargs or is_dynamo_compiling()) and _EXACT.issuperset(args[1:]):
+            return original(*args)
         if mode.stored is not None or casts_are_on():
             args, kwargs = in_its_dtype(original.__name__, args, kwargs)
         return original(*args, **kwargs)

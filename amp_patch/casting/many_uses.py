@@ -10,7 +10,7 @@ of functions, rules or modes.
 from __future__ import annotations
 
 import sys
-from itertools import chain
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -101,12 +101,21 @@ def is_used_up(weight: Tensor) -> bool:
 
 def used(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
     """Count one use more of a function's first weight, and return what it is to be called with."""
-    weights = (one for one in chain(args, kwargs.values()) if type(one) is Parameter)
-    weight = next(weights, None)
-    if weight is None:  # those of a recurrent layer come in a list
-        lists = (one for one in args if type(one) is list)
-        weight = next((one for one in chain(*lists) if type(one) is Parameter), None)
+    weight = _first_weight(args)
+    if weight is None and kwargs:
+        weight = _first_weight(kwargs.values())
+    if weight is None:
+        for one in args:
+            if type(one) is list and weight is None:  # those of a recurrent layer
+                weight = _first_weight(one)
     return in_parts(args, kwargs) if weight is not None and is_used_up(weight) else (args, kwargs)
+
+
+def _first_weight(values: Iterable[Any]) -> Parameter | None:
+    for value in values:  # a generator would take a call for each of a function's uses
+        if type(value) is Parameter:
+            return value
+    return None
 
 
 def in_parts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:

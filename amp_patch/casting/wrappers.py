@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -310,12 +310,29 @@ def _promoting(original: Function) -> Function:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if (mode.dtype or process.dtype) is OFF or _untouched(kwargs):
             return original(*args, **kwargs)
-        if len(set(dtypes_in((args, kwargs)))) > 1:
+        if _are_mixed(args, kwargs):
             args = tuple(to_float(value) for value in args)
             kwargs = {key: to_float(value) for key, value in kwargs.items()}
         return original(*args, **kwargs)
 
     return wrapper
+
+
+def _are_mixed(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Tell whether tensors that a cast may touch come in several dtypes."""
+    found = None
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, Tensor):
+            dtype = value.dtype
+            if dtype in FLOATS and dtype is not found:
+                if found is not None:
+                    break
+                found = dtype
+        elif isinstance(value, (list, tuple, dict)):
+            break
+    else:  # as an embedding bag's: a look into containers takes several times as long
+        return False
+    return len(set(dtypes_in((args, kwargs)))) > 1
 
 
 def _banned(original: Function) -> Function:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_patch import patching
+from amp_patch.imported_modules import is_left_alone
 
 #: So many values are looked at below one: a module may hold its trainer, or a dataset.
 MOST_VALUES = 2000
@@ -84,12 +85,26 @@ def _kind_of(value: Any) -> _Kind | None:
     if isinstance(value, _NOT_HELD):
         return None
     if isinstance(value, Tensor):
-        is_plain = type(value) is Tensor and value.layout is torch.strided
-        return _TENSOR if is_plain and not value.is_inference() else None
+        return _TENSOR if _has_memory(value) and not value.is_inference() else None
     for class_, kind in (*_KINDS.items(), *_numpy_kinds()):
         if isinstance(value, class_):
             return kind
-    return _OBJECT if hasattr(value, "__dict__") else None
+    # what torch keeps in objects, of buckets and shards, say, is its own matter
+    is_own = not is_left_alone(type(value).__module__)
+    return _OBJECT if is_own and hasattr(value, "__dict__") else None
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Tell whether a tensor's numbers can be read: FSDP takes the memory of its own away."""
+    is_plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_meta
+    if not is_plain or tensor.is_nested or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return False
+    if tensor.is_floating_point() and tensor.element_size() == 1:  # float8 is not compared
+        return False
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = tensor.storage_offset() + sum((size - 1) * step for size, step in steps)
+    needed = (last + 1) * tensor.element_size() if tensor.numel() else 0
+    return needed <= tensor.untyped_storage().nbytes()
 
 
 def _numpy_kinds() -> list[tuple[type, _Kind]]:

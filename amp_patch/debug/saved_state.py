@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from amp_patch import patching
+from amp_patch.imported_modules import is_left_alone
 
 from .held_values import HeldValue
 
@@ -143,6 +144,7 @@ def attributes_of(model: nn.Module) -> dict[AttributeName, Any]:
     return {
         (path, name): value
         for path, module in model.named_modules()
+        if not is_left_alone(type(module).__module__)  # torch's keep numbers in buffers
         for name, value in vars(module).items()
         if name not in _OF_EVERY_MODULE
     }

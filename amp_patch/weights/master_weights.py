@@ -363,8 +363,9 @@ class MasterWeights:
                 self._write_halves()
         self._comparison.note_equal()
         self._versions.equal[:] = versions
-        self._unseen.count_step()
-        self._unseen.note(self._local(self._masters))
+        if self._unseen.is_looking:
+            self._unseen.count_step()
+            self._unseen.note(self._local(self._masters))
         if self._exposed is not None:
             self._end_exposure()
 

@@ -205,3 +205,28 @@ def _spoil(value: Any) -> bool:
     else:
         return any(changed)
     return True
+
+
+def _freed() -> Tensor:
+    tensor = torch.zeros(4)
+    tensor.untyped_storage().resize_(0)  # as FSDP does between two forwards
+    return tensor
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        _freed,
+        lambda: torch.zeros(4, device="meta"),
+        lambda: torch.eye(4).to_sparse(),
+        lambda: torch.zeros(4).to(torch.float8_e4m3fn),
+        lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]),
+        lambda: torch.jit.script(nn.Linear(2, 2)),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_what_has_no_numbers_to_read_is_left_alone(make: Callable[[], Any]) -> None:
+    held = HeldValue({"inside": make()})
+    held.put_back()
+    assert held.is_unchanged()
