@@ -48,7 +48,11 @@ class HeldValue:
             if kind is None or id(one) in seen:
                 continue
             seen.add(id(one))
-            contents = kind.read(one)
+            try:
+                contents = kind.read(one)
+                kind.is_same(one, contents)
+            except Exception:  # what cannot be copied or compared is left alone: a training goes on
+                continue
             self._held.append((kind, one, contents))
             waiting.extend(kind.parts(contents))
 

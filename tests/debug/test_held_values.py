@@ -207,6 +207,16 @@ def _spoil(value: Any) -> bool:
     return True
 
 
+class _Uncopied(dict[str, int]):
+    """A mapping that refuses to be read."""
+
+    def keys(self) -> Any:
+        raise RuntimeError("closed")
+
+    def __iter__(self) -> Any:
+        raise RuntimeError("closed")
+
+
 def _freed() -> Tensor:
     tensor = torch.zeros(4)
     tensor.untyped_storage().resize_(0)  # as FSDP does between two forwards
@@ -222,6 +232,10 @@ def _freed() -> Tensor:
         lambda: torch.zeros(4).to(torch.float8_e4m3fn),
         lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]),
         lambda: torch.jit.script(nn.Linear(2, 2)),
+        lambda: np.array(
+            [torch.zeros(2), None], dtype=object
+        ),  # says of no two that they are equal
+        lambda: _Uncopied(),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
