@@ -197,8 +197,9 @@ class Tracer(StepObserver):
                 one.forward()
                 # a loss may hide what an output shows, and has not where the pass overflowed
                 shown = one.reached if last.number <= self._looked_at else []
-                growth = self._growth()
-                found.hidden += [replace(it, growth=growth) for it in hidden(call, one, shown)]
+                found.hidden += [
+                    replace(cause, growth=self._growth()) for cause in hidden(call, one, shown)
+                ]
                 one.backward(call.grads[last.number])
                 root, path = root_of(one.model)
                 label = session.models.label_of(root)

@@ -70,12 +70,15 @@ def _in_caller(lent: _Lent, original: Callable[[], Any]) -> Callable[[], Any]:
     @functools.wraps(original)
     def block() -> Any:
         caller = sys._getframe(1)
-        stack = contextlib.ExitStack()
-        stack.enter_context(lent(caller.f_locals["model"], caller.f_code.co_name in _WRITE))
-        stack.enter_context(original())
-        return stack
+        return _both(lent(caller.f_locals["model"], caller.f_code.co_name in _WRITE), original())
 
     return block
+
+
+@contextlib.contextmanager
+def _both(outer: Any, inner: Any) -> Iterator[None]:
+    with outer, inner:
+        yield
 
 
 @contextlib.contextmanager

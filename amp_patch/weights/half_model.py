@@ -175,8 +175,8 @@ def _warn_of_autocast(model: nn.Module, level: torch.dtype, is_float: bool) -> N
     if on and is_float:
         warn_once(
             "a model at O0 trains in float32, and torch.autocast around it casts to half all the "
-            f"same; got a call of a {name} in torch.autocast({on[0]!r}); remove that 'with' and "
-            "its GradScaler, or take O1 or O4 in their place."
+            f"same; got a call of a {name} in torch.autocast({on[0]!r}); "
+            "remove that 'with' and its GradScaler, or take O1 or O4 in their place."
         )
     elif on:
         warn_once(

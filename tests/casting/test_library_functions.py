@@ -789,27 +789,24 @@ def test_what_has_no_half_kernel_on_the_cpu_alone_is_computed_in_float32_there(
 
 
 @pytest.fixture
-def custom_product() -> Iterator[Any]:
+def custom_product() -> Any:
     """Give a custom operator for a product, which torch's autocast casts to bfloat16."""
-    custom = pytest.importorskip("torch.library", reason="torch has no custom operators").custom_op
-    with torch.library._scoped_library("amp_patch_tests", "FRAGMENT"):
 
-        @custom("amp_patch_tests::product", mutates_args=())
-        def product(x: Tensor, weight: Tensor) -> Tensor:
-            return x @ weight
+    @torch.library.custom_op("amp_patch_tests::product", mutates_args=())
+    def product(x: Tensor, weight: Tensor) -> Tensor:
+        return x @ weight
 
-        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-            x, weight = ctx.saved_tensors
-            return grad @ weight.T, x.T @ grad
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return grad @ weight.T, x.T @ grad
 
-        product.register_autograd(
-            backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
-        )
-        product.register_fake(lambda x, weight: x.new_empty(x.shape[0], weight.shape[1]))
-        if not hasattr(product, "register_autocast"):
-            pytest.skip("this torch registers no autocast for custom operators")
-        product.register_autocast("cpu", torch.bfloat16)
-        yield product
+    product.register_autograd(
+        backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
+    )
+    if not hasattr(product, "register_autocast"):
+        pytest.skip("this torch registers no autocast for custom operators")
+    product.register_autocast("cpu", torch.bfloat16)
+    return product
 
 
 class CustomHead(nn.Module):

@@ -653,16 +653,28 @@ class LargerGradient(torch.autograd.Function):
         return grad * 1e9
 
 
+class HalvedGradient(LargerGradient):
+    """One whose backward casts to float16, whatever it is given."""
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        return (grad.half() + 1.0) * 6e4 * 6e4
+
+
 class OwnBackward(nn.Module):
-    """Calls `LargerGradient`."""
+    """Calls an autograd function of the user's own."""
+
+    def __init__(self, function: type[torch.autograd.Function]) -> None:
+        super().__init__()
+        self.function = function
 
     def forward(self, x: Tensor) -> Tensor:
-        return LargerGradient.apply(x)
+        return self.function.apply(x)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_no_loss_is_questioned_where_a_function_of_the_users_own_multiplies(amp, level) -> None:
-    model, optimizer = prepared(amp, around(OwnBackward()), level)
+    model, optimizer = prepared(amp, around(OwnBackward(LargerGradient)), level)
     train(amp, model, optimizer, lambda outputs: square(outputs + 1.0))
     cause = the_cause(amp)
     assert (cause.where, cause.operator, cause.is_own) == ("backward", "LargerGradient", True)
@@ -670,28 +682,9 @@ def test_no_loss_is_questioned_where_a_function_of_the_users_own_multiplies(amp,
     assert "look at what it multiplies by" in cause.advice()
 
 
-class HalvedGradient(torch.autograd.Function):
-    """A function of the user's own whose backward casts to float16, whatever it is given."""
-
-    @staticmethod
-    def forward(ctx: object, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: object, grad: Tensor) -> Tensor:
-        return (grad.half() + 1.0) * 6e4 * 6e4
-
-
-class OwnHalvedBackward(nn.Module):
-    """Calls `HalvedGradient`."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return HalvedGradient.apply(x)
-
-
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_backward_of_the_users_own_that_casts_is_what_to_look_at(amp, level: str) -> None:
-    model, optimizer = prepared(amp, around(OwnHalvedBackward()), level)
+    model, optimizer = prepared(amp, around(OwnBackward(HalvedGradient)), level)
     train(amp, model, optimizer)
     cause = the_cause(amp)
     assert (cause.operator, cause.mended_by) == ("HalvedGradient", "nothing")

@@ -34,7 +34,7 @@ class Outcome:
     """
 
     values: tuple[float, ...] = ()
-    losses: tuple[Sequence[float], ...] = ()
+    losses: tuple[tuple[float, ...], ...] = ()
     failure: str | None = None
 
     def deviation(self, reference: Outcome) -> float:
@@ -89,7 +89,7 @@ def outcome_of_losses(steps: Sequence[Mapping[str, Any]], error: str | None) -> 
         return Outcome(failure="the loss is not finite")
     if skipped > max(1, SKIPPED * len(half)):
         return Outcome(failure=f"{skipped} of the last {len(half)} steps were skipped")
-    return Outcome(tuple(means), tuple(trained))
+    return Outcome(tuple(means), tuple(map(tuple, trained)))
 
 
 def outcome_of_output(text: str, pattern: re.Pattern[str], error: str | None) -> Outcome:
