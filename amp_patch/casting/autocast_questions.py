@@ -103,10 +103,12 @@ def _for_all_but_torch(original: Function, answer: Function, custom: Function) -
         custom: to `custom_fwd`, where that casts.
     """
 
+    # not read from the replacement: one that held itself would look as if somebody held it
+    answers = {"traced": answer, "custom": custom, "__wrapped__": original}
+
     @functools.wraps(original)
     def question(*args: Any, **kwargs: Any) -> Any:
-        function = getattr(question, _who_answers(sys._getframe(1)))
-        return function(*args, **kwargs)
+        return answers[_who_answers(sys._getframe(1))](*args, **kwargs)
 
     replacement: Any = question
     replacement.traced = answer

@@ -14,7 +14,7 @@ import operator
 import sys
 import types
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -94,20 +94,23 @@ class HeldFunctions:
         self._originals.update(walk.made)
         self._classes.update(walk.classes)
 
-    def undo(self, users: Iterable[types.ModuleType] = ()) -> list[nn.Module]:
+    def undo(
+        self, users: Iterable[types.ModuleType] = (), kept: Collection[int] = ()
+    ) -> list[nn.Module]:
         """Put the functions back, wherever the wrappers are held by now.
 
         Args:
             users: modules to look through beside those that use torch.
+            kept: the ids of the wrappers that the caller holds, each once, to use them again.
 
         Returns:
             The modules that held one.
         """
         originals, self._wrappers = self._originals, {}
-        _drop_released(originals)
+        _drop_released(originals, kept)
         if originals:
             _undo_in({*users_of_torch(), *users}, list(self._classes), originals)
-            _drop_released(originals)
+            _drop_released(originals, kept)
         walk = _Walk(originals)
         modules = instances(nn.Module) if originals else []
         held = [module for module in modules if walk.through(module)]
@@ -128,15 +131,15 @@ def _undo_in(
         walk.through(owner)
 
 
-def _drop_released(pairs: dict[int, tuple[Any, Any]]) -> None:
-    """Delete the pairs to whose first object nothing but the pair refers.
+def _drop_released(pairs: dict[int, tuple[Any, Any]], kept: Collection[int]) -> None:
+    """Delete the pairs to whose first object nothing refers but the pair, and who keeps it.
 
     A tuple was added after the wrappers that it holds, and so is asked before them.
     """
     nobodys = (object(), None)
     unused = sys.getrefcount(nobodys[0])
     for key in reversed(list(pairs)):
-        if sys.getrefcount(pairs[key][0]) <= unused:
+        if sys.getrefcount(pairs[key][0]) <= unused + (key in kept):
             del pairs[key]
 
 

@@ -111,7 +111,7 @@ def install(patches: Patches) -> None:
 
 def install_for_half(patches: Patches) -> None:
     """Do the same, and let other layers take float32, too, where weights are stored in half."""
-    _OF_ONE_DTYPE.clear()
+    forget_half()
     for function in (F.linear, F.group_norm, F.layer_norm):
         own = stood_for(function)
         if own is not None:
@@ -121,6 +121,11 @@ def install_for_half(patches: Patches) -> None:
     for kind in _OTHERS:
         if _is_torchs(kind):
             patches.replace(kind, "forward", _taking(kind.forward))
+
+
+def forget_half() -> None:
+    """Hold no functions that cast where two dtypes meet: they are no longer patched."""
+    _OF_ONE_DTYPE.clear()
 
 
 def _is_torchs(kind: type[nn.Module]) -> bool:

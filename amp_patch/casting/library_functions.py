@@ -8,7 +8,6 @@ is imported, or at once if it is; imports none. It must not know how a call is c
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 import types
 import weakref
@@ -114,7 +113,8 @@ class LibraryFunctions:
 
     def _restore_for_half(self) -> None:
         self._patches_for_half.undo()
-        self._held.undo(_modules_of(self._models).values())
+        layer_forwards.forget_half()
+        self._held.undo(_modules_of(self._models).values(), set(map(id, _wrapped.values())))
 
     def reach(self, models: Iterable[nn.Module]) -> None:
         """Patch the functions of torch that models in half hold, or their modules have imported.
@@ -187,7 +187,15 @@ class LibraryFunctions:
 
 
 # Torch's functions stay: each is wrapped by the first initialize that casts it, for all to come.
-wrapped_once = functools.cache(wrap)
+_wrapped: dict[tuple[Any, Rule], Any] = {}
+
+
+def wrapped_once(original: Any, rule: Rule) -> Any:
+    """Return the wrapper that `wrap` made when it was asked for first."""
+    key = (original, rule)
+    if key not in _wrapped:
+        _wrapped[key] = wrap(original, rule)
+    return _wrapped[key]
 
 
 def _modules_of(models: Iterable[nn.Module]) -> dict[str, types.ModuleType]:

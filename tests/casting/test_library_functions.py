@@ -21,7 +21,7 @@ from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_map_only
 
 from amp_patch import amp as core
-from amp_patch.casting import library_rules
+from amp_patch.casting import held_functions, library_functions, library_rules
 from amp_patch.casting.library_casts import Rule, wrap
 from amp_patch.casting.mode import HALVES
 from amp_patch.casting.targets import no_half_targets
@@ -463,6 +463,22 @@ def test_a_model_that_took_a_function_while_it_was_patched_gets_it_back(amp: Mod
     assert model.function[0] is not original
     amp.deactivate()
     assert model.function[0] is original is F.normalize
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_no_living_modules_are_looked_for_where_nobody_holds_a_wrapper(
+    amp: ModuleType, monkeypatch: pytest.MonkeyPatch, level: str
+) -> None:
+    """To find them takes a tenth of a second, and wrappers are kept for the next initialize."""
+    monkeypatch.setattr(library_functions, "_wrapped", {})  # tests hold some: what they compiled
+    searches: list[type] = []
+    monkeypatch.setattr(held_functions, "instances", lambda base: searches.append(base) or [])
+    model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
+    model = amp.initialize(model, opt_level=level, verbosity=0)
+    model(torch.randn(3, 2)).sum().backward()
+    amp.deactivate()
+    assert library_functions._wrapped
+    assert searches == []
 
 
 def test_a_rule_that_comes_while_functions_cast_leaves_nothing_behind(
