@@ -139,6 +139,7 @@ class LibraryFunctions:
         self._of_torch = {}  # else each would be looked for, for something holds it
         self._patches.undo()
         self._restore_for_half()
+        _forget_held()
 
     def register(self, module: str, name: str, rule: Rule) -> None:
         """Add a rule for ``module.name``, for as long as this process runs."""
@@ -196,6 +197,16 @@ def wrapped_once(original: Any, rule: Rule) -> Any:
     if key not in _wrapped:
         _wrapped[key] = wrap(original, rule)
     return _wrapped[key]
+
+
+def _forget_held() -> None:
+    """Keep no wrapper to which anything else refers, such as what torch.compile has compiled.
+
+    All that can be put back has been; each `HeldFunctions.undo` would look for the rest in vain.
+    """
+    for key in list(_wrapped):
+        if sys.getrefcount(_wrapped[key]) > 2:  # the table's, and the argument's
+            del _wrapped[key]
 
 
 def _modules_of(models: Iterable[nn.Module]) -> dict[str, types.ModuleType]:
