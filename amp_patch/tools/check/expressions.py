@@ -198,8 +198,8 @@ class Expressions(Reader):
 
     def _read_BinOp(self, node: ast.BinOp) -> Value:
         left, right = self.evaluate(node.left), self.evaluate(node.right)
-        if isinstance(node.op, ast.Pow):
-            self.note("Pow", node, Arguments([right]), left)
+        if isinstance(node.op, ast.Pow | ast.Div | ast.Mult):
+            self.note(type(node.op).__name__, node, Arguments([right]), left)
         return self.binary(left, node.op, right, node)
 
     def binary(self, left: Value, op: ast.operator, right: Value, node: ast.AST) -> Value:

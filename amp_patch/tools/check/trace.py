@@ -109,7 +109,8 @@ class Call:
     Attributes:
         name: of `names.canonical`; ``".name"`` of a method; ``"=name"`` of an assignment to an
             attribute, ``"=[]"`` to an item; ``"Add="`` of ``+=`` and so on, with what was there
-            as the receiver; ``"Pow"`` of ``**``; ``"with autocast"`` where an autocast begins;
+            as the receiver; ``"Pow"`` of ``**``, ``"Div"`` of ``/``, ``"Mult"`` of ``*``;
+            ``"with autocast"`` where an autocast begins;
             ``"not called"`` of a method that is a statement, and of what is imported and asked
             whether it is true; ``"def backward"`` of a ``torch.autograd.Function``'s.
         node: where it stands.

@@ -15,8 +15,9 @@ _READS = {
     *(f".{name}" for name in ("norm", "abs", "mean", "std", "sum", "pow", "square", "max", "item")),
     *("torch.norm", "torch.linalg.norm", "torch.linalg.vector_norm"),
 }
-#: Of gradients alone; what `p.grad = None` clears may be meant.
-_ASSIGNED = ("=grad", "=data")
+_DIVIDES = {"Div", ".div", ".true_divide", "torch.div", "torch.true_divide"}
+_DIVIDES |= {"torch._foreach_div", "torch._foreach_div_"}
+_MULTIPLIES = {"Mult", ".mul", "torch.mul", "torch._foreach_mul", "torch._foreach_mul_"}
 
 
 @rule(
@@ -53,17 +54,31 @@ def unscaled_twice(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
     """A division of gradients of an initialized model, or of its masters."""
     if any(_is_delayed(block) for block in trace.blocks):
         return
-    for call in trace.named(*WRITES, *_ASSIGNED):
-        owner = gradient_of(call.receiver) if call.name not in _ASSIGNED else None
-        given = call.arguments.values()
-        if owner is None or call.blocks or not any(_has_scale(one) for one in given):
-            continue
-        if _is_unscaled(trace, call, owner):
+    for call in trace.named(*WRITES, *_DIVIDES, *_MULTIPLIES):
+        given = [one for one in (call.receiver, *call.arguments.values()) if one is not None]
+        owner = None if call.blocks or not given else _gradients_of(given[0])
+        is_divided = any(_is_of_scale(one, call.name not in _MULTIPLIES) for one in given[1:])
+        if owner is not None and is_divided and _is_unscaled(trace, call, owner):
             yield call.node, "a division of gradients by the loss scale"
 
 
-def _has_scale(value: Value) -> bool:
-    return is_loss_scale(value) or any(map(is_loss_scale, value.deps))
+def _gradients_of(value: Value) -> Value | None:
+    """Return as `gradient_of`, also of a list or a norm of gradients."""
+    found = map(gradient_of, (value, *value.deps))
+    return next((owner for owner in found if owner is not None), None)
+
+
+def _is_of_scale(value: Value, itself: bool) -> bool:
+    """Return whether a value is computed from the loss scale alone, or is it itself.
+
+    A factor by which gradients are clipped has divided what it was read from, in the block.
+    """
+    if is_loss_scale(value):
+        return itself
+    scale = next(filter(is_loss_scale, value.deps), None)
+    return scale is not None and value.deps - {scale} <= scale.deps | {
+        one for one in value.deps if isinstance(one, Const)
+    }
 
 
 def _is_delayed(block: Block) -> bool:
