@@ -23,6 +23,8 @@ _OF_SYNTAX = ("SyntaxError:", "IndentationError:", "TabError:")
 _TRACEBACK = "Traceback (most recent call last):"
 #: The rank, and what Python puts before the lines of an ExceptionGroup: "  | ValueError: ..."
 _PREFIX = re.compile(r"^(?:\[[^\]]*\]:? ?)?(?: *\| )?")
+#: Added to what ``input()`` and debuggers raise in a script that is run by a command.
+_NO_KEYBOARD = "; a script that is run by amp-patch cannot ask: give it the answer as an argument"
 #: What Python ends with for an exception that nobody caught, and argparse and click for arguments.
 _OF_EXCEPTIONS, _OF_ARGUMENTS = 1, 2
 _OF_LAUNCHERS = ("ChildFailedError", "ProcessRaisedException", "ProcessExitedException")
@@ -41,7 +43,7 @@ def crash_reason(code: int, log: Path) -> str:
         return f"exit code {code}, and nothing was printed"
     own = [error for error in _errors(raw) if not any(one in error for one in _OF_LAUNCHERS)]
     if code == _OF_EXCEPTIONS and own:
-        return shortened(own[-1])
+        return shortened(own[-1] + _NO_KEYBOARD * own[-1].startswith("EOFError"))
     if code == _OF_ARGUMENTS:
         return shortened(lines[-1])
     return shortened(f"exit code {code}, and the last line was: {lines[-1]}")

@@ -323,6 +323,9 @@ PACKAGES = sysconfig.get_path("purelib")
         (b"amp_patch: level\nE.Error: no\namp_patch: call it\nA.Error: half\n  x\n"
          b"amp_patch: call model(x)\namp_patch: call model(x)\n", 1,
          "A.Error: half; amp_patch: call model(x)"),
+        (b"Go on? Traceback (most recent call last):\n  File 'x'\nEOFError: EOF\n", 1,
+         "EOFError: EOF; a script that is run by amp-patch cannot ask: give it the answer as an "
+         "argument"),
         (b"[rank0]: RuntimeError: half\n[rank0]: amp_patch: call it\n", 1,
          "RuntimeError: half; amp_patch: call it"),
     ],
