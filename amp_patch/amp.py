@@ -299,12 +299,18 @@ def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
         TypeError: not one optimizer.
     """
     arguments.optimizer_of(optimizer, "amp.master_params()")
-    optimizer = session.optimizers.originals_of(optimizer)
+    return _shown_masters(session.optimizers.originals_of(optimizer))
+
+
+def _shown_masters(optimizer: Optimizer) -> Iterator[Tensor]:
+    """Yield them as `master_params` does; what asks for the first of them tells who gets them.
+
+    A generator, as apex returns: torch warns where an exhausted one is clipped.
+    """
     step = session.optimizers.steps.get(optimizer)
     if step is not None and step.masters is not None:
         step.backward.show_masters()
-    # A generator, as apex returns: torch warns where an exhausted one is clipped.
-    return (param for param in params_of(optimizer))
+    yield from params_of(optimizer)
 
 
 def clip_grad_norm_(

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from amp_patch.distributed.norms import clip_by_norm
 from amp_patch.distributed.shards import by_mesh
-from amp_patch.step.optimizer_backward import OptimizerBackward
+from amp_patch.step.optimizer_backward import OptimizerBackward, only_read
 from amp_patch.step.prepared_optimizers import PreparedOptimizers
 
 from .late_sharding import FSDP
@@ -177,7 +177,8 @@ def _stepped(
     """
     if not isinstance(parameters, Iterable):
         return parameters, []
-    given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    with only_read():
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if not given:
         return parameters, []  # of an empty generator torch warns
     owners: list[OptimizerBackward] = []

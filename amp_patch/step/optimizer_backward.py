@@ -53,6 +53,28 @@ class OpenPass(Protocol):
         """See `BackwardPass`."""
 
 
+class _Reading(threading.local):
+    """Whether what gets masters in this thread reads them only, see `only_read`."""
+
+    is_on = False
+
+
+_reading = _Reading()
+
+
+@contextlib.contextmanager
+def only_read() -> Iterator[None]:
+    """Who gets masters in this block writes to none: a write to a half parameter is no second one.
+
+    So torch's functions that clip gradients take ``amp.master_params(optimizer)``.
+    """
+    before, _reading.is_on = _reading.is_on, True
+    try:
+        yield
+    finally:
+        _reading.is_on = before
+
+
 class OptimizerBackward:
     """The gradients that one optimizer is to step with, and whether it may.
 
@@ -313,7 +335,7 @@ class OptimizerBackward:
             if self.is_open and self.masters is not None:
                 self._end_early()
             self.show_gradients()
-        if self.masters is not None:
+        if self.masters is not None and not _reading.is_on:
             self.masters.expose()
 
     def give_back_gradients(self) -> None:

@@ -88,3 +88,47 @@ def test_a_write_by_data_to_a_given_master_still_counts(
         master.data.fill_(3.0)
     model(X)
     assert all(param.eq(3.0).all() for param in model.parameters())
+
+
+def clip(amp: ModuleType, optimizer: Optimizer) -> None:
+    nn.utils.clip_grad_norm_(amp.master_params(optimizer), 100.0)
+
+
+def clip_those_with_gradients(amp: ModuleType, optimizer: Optimizer) -> None:
+    used = (master for master in amp.master_params(optimizer) if master.grad is not None)
+    nn.utils.clip_grad_value_(used, 100.0)
+
+
+def decay_by_data_and_clip(amp: ModuleType, optimizer: Optimizer) -> None:
+    for master in amp.master_params(optimizer):
+        master.data.mul_(0.5)
+    clip(amp, optimizer)
+
+
+@pytest.mark.parametrize("clip", [clip, clip_those_with_gradients])
+def test_masters_that_are_clipped_alone_are_not_taken_to_be_written(
+    amp: ModuleType, run: tuple[nn.Linear, Optimizer], clip: Callable[..., None]
+) -> None:
+    """An adversarial training moves a weight behind the clip, and back before the step."""
+    model, optimizer = run
+    scaled_backward(amp, model(X).square().mean(), optimizer)
+    clip(amp, optimizer)
+    kept = model.weight.data.clone()
+    model.weight.data.fill_(3.0)
+    model(X)
+    assert model.weight.eq(3.0).all()
+    model.weight.data = kept
+    model(X)
+    assert torch.equal(model.weight, kept)
+
+
+def test_a_write_to_masters_before_they_are_clipped_still_counts(
+    amp: ModuleType, run: tuple[nn.Linear, Optimizer]
+) -> None:
+    model, optimizer = run
+    scaled_backward(amp, model(X).square().mean(), optimizer)
+    expected = [param.detach().float() / 2 for param in model.parameters()]
+    decay_by_data_and_clip(amp, optimizer)
+    model(X)
+    for param, value in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(param.float(), value, rtol=0.01, atol=1e-3)
