@@ -16,6 +16,7 @@ from amp_patch.distributed.saved_masters import SavedMasters
 from amp_patch.optimizers.half_eps import warn_of_eps
 
 from .held_params import HeldParams
+from .replaced_methods import takes_hooks
 
 
 class HoldsState(Protocol):
@@ -49,8 +50,7 @@ class OptimizerState:
         self._masters = held.masters
         self._stored_in: dict[Tensor, torch.dtype] = {}  # before the parameters are restored
         self._undo: list[Callable[[], None]] = []
-        # a wrapper that never was initialized as an optimizer has no hooks
-        if not hasattr(optimizer, "_optimizer_load_state_dict_post_hooks"):
+        if not takes_hooks(optimizer, "_optimizer_load_state_dict_post_hooks"):
             return
         if holder is not None:
             self._call_after_loads(optimizer, holder.forget)

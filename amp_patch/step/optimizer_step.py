@@ -34,7 +34,7 @@ from .held_params import HeldParams
 from .observers import Observers
 from .optimizer_backward import OptimizerBackward
 from .optimizer_state import OptimizerState
-from .replaced_methods import ReplacedMethods, own_methods
+from .replaced_methods import ReplacedMethods, own_methods, takes_hooks
 from .shown_gradients import WATCHED_PASSES
 from .skip import Skip
 from .turned_half import turn_to_fp32
@@ -404,8 +404,8 @@ class OptimizerStep:
 
     def _publish_before_other_hooks(self, optimizer: Optimizer) -> RemovableHandle | None:
         """Let the step hooks of users (a moving average of the weights) see what was stepped."""
-        if not hasattr(optimizer, "_optimizer_step_post_hooks"):
-            return None  # a wrapper that never was initialized as an optimizer calls no hooks
+        if not takes_hooks(optimizer, "_optimizer_step_post_hooks"):
+            return None
         handle = optimizer.register_step_post_hook(lambda stepped, *_: self._publish_of(stepped))
         hooks: Any = optimizer._optimizer_step_post_hooks
         hooks.move_to_end(handle.id, last=False)

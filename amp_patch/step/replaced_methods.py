@@ -1,4 +1,4 @@
-"""Methods of an optimizer that others stand in the place of, until they are undone.
+"""Methods of an optimizer that others stand in the place of, until they are undone; its hooks.
 
 Knows optimizers; nothing of steps.
 """
@@ -11,6 +11,7 @@ import inspect
 import threading
 import types
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any, cast
@@ -20,6 +21,15 @@ from torch.optim import Optimizer
 from amp_patch.casting.torch_compile import never_trace
 from amp_patch.imported_modules import is_left_alone
 from amp_patch.patching import Patches, bind
+
+
+def takes_hooks(optimizer: Optimizer, name: str) -> bool:
+    """Return whether torch can register a hook in an optimizer's dict of this name.
+
+    A wrapper that never was initialized as an optimizer has none, or an ordinary dict of its own,
+    as many a Lookahead, to which torch's handles cannot refer; its steps and loads call no hooks.
+    """
+    return isinstance(getattr(optimizer, name, None), OrderedDict)
 
 
 def own_methods(optimizer: Optimizer) -> list[str]:

@@ -15,6 +15,8 @@ from torch.utils.hooks import RemovableHandle
 from amp_patch.warn_once import warn_once
 from amp_patch.weights.master_weights import MasterWeights
 
+from .replaced_methods import takes_hooks
+
 
 class WritesInStep:
     """What hooks write before a step goes to the masters; what the step writes itself is told of.
@@ -94,8 +96,8 @@ class WritesInStep:
         self._agreements = self._masters.agreements
 
     def _follow_hooks_of(self, optimizer: Optimizer) -> RemovableHandle | None:
-        if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
-            return None  # a wrapper may call no hooks
+        if not takes_hooks(optimizer, "_optimizer_step_pre_hooks"):
+            return None
         return optimizer.register_step_pre_hook(self._follow_hooks)
 
     def _follow_hooks(self, *_: object) -> None:

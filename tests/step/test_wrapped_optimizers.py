@@ -97,6 +97,16 @@ class SharingHooks(Lookahead):
             param.data.copy_(slow.lerp_(param.data, 0.5))
 
 
+class HoldingHooks(SharingHooks):
+    """Has dicts of its own in the place of torch's hooks, none of which it calls."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        names = [name for name in vars(self) if name.endswith("_hooks")]
+        assert names
+        vars(self).update((name, {}) for name in names)
+
+
 class Training:
     """A small classifier; in plain float32 where no level is given."""
 
@@ -220,7 +230,7 @@ def test_an_iteration_with_an_overflow_is_left_out(
 
 
 @LEVELS
-@pytest.mark.parametrize("make", [Lookahead, SharingHooks])
+@pytest.mark.parametrize("make", [Lookahead, SharingHooks, HoldingHooks])
 def test_a_step_that_steps_the_wrapped_optimizer_is_one(
     amp: ModuleType, level: str, make: type[Optimizer]
 ) -> None:
