@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 from torch import nn
 
 from .casting.library_casts import CASTS, IN_FLOAT, Rule
+from .imported_modules import is_left_alone
 from .patching import when_imported
 from .session import session
 
@@ -203,4 +204,12 @@ def _register(module: Any, name: str, rule: str) -> None:
             f"call amp.register_{rule}_function(owner, name) with a function, or a method of a "
             "class: 'forward' of that class."
         )
-    session.functions.register(module, name, rule)
+    # A rule for results would have torch write to a cast, of which nobody hears.
+    is_in_place = name.endswith("_") and not name.endswith("__") and _is_torchs(module, found)
+    session.functions.register(module, name, "in_place" if is_in_place else rule)
+
+
+def _is_torchs(owner: Any, function: Any) -> bool:
+    """Return whether a function is torch's: methods of tensors do not say so themselves."""
+    named = (function, "__module__"), (owner, "__module__"), (owner, "__name__")
+    return any(is_left_alone(getattr(one, name, None) or "") for one, name in named)

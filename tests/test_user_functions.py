@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import types
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+
+from amp_patch.session import session
 
 HALF = {"O1": torch.float16, "O4": torch.bfloat16}
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -95,6 +98,37 @@ def test_functions_of_a_class_cast_however_they_are_called_and_are_put_back(
     assert [dict(vars(kind)) for kind in (Library, Heir)] == before
     assert getattr(owner(), name)(one) == [F32]
     del model
+
+
+@pytest.mark.parametrize("rule", ["half", "float", "promote"])
+@pytest.mark.parametrize(
+    ("owner", "name", "arguments"),
+    [
+        (Tensor, "index_put_", lambda of: ((torch.tensor([1]),), torch.full((1,), 5.0, dtype=of))),
+        (Tensor, "masked_fill_", lambda of: (torch.tensor([True, False, True]), 1.5)),
+        (Tensor, "index_add_", lambda of: (0, torch.tensor([2]), torch.ones(1, dtype=of))),
+        (torch, "relu_", lambda of: ()),
+        (nn.init, "constant_", lambda of: (0.25,)),
+    ],
+)
+def test_a_function_of_torchs_that_writes_is_not_given_a_cast_to_write_to(
+    amp: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    rule: str,
+    owner: Any,
+    name: str,
+    arguments: Callable[..., tuple[Any, ...]],
+) -> None:
+    monkeypatch.setattr(session.functions, "_registered", {})  # other tests use torch's
+    getattr(amp, f"register_{rule}_function")(owner, name)
+    for dtype, other in ((F16, F32), (F32, F16), (torch.float64, torch.float64)):
+        expected, target = (torch.tensor([-1.0, 2.0, 3.0], dtype=dtype) for _ in range(2))
+        getattr(owner, name)(expected, *arguments(dtype))
+        model = amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
+        assert getattr(owner, name)(target, *arguments(other)) is target
+        amp.deactivate()
+        assert torch.equal(target, expected)
+        del model
 
 
 class Dtypes:

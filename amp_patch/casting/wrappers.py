@@ -76,6 +76,7 @@ class Casts:
             "float_on_cpu": functools.partial(_mapping, float_on_cpu),
             "float_dtype": _setting_dtype,
             "promote": _promoting,
+            "in_place": _writing,
             "banned": _banned,
             "refuse": _refusing,
             "off": lambda function: function,
@@ -314,6 +315,21 @@ def _promoting(original: Function) -> Function:
             args = tuple(to_float(value) for value in args)
             kwargs = {key: to_float(value) for key, value in kwargs.items()}
         return original(*args, **kwargs)
+
+    return wrapper
+
+
+def _writing(original: Function) -> Function:
+    """Wrap a function that writes to its first argument: the others come in the dtype of that."""
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        is_off = (mode.dtype or process.dtype) is OFF
+        if is_off or not args or not isinstance(args[0], Tensor) or args[0].dtype not in FLOATS:
+            return original(*args, **kwargs)
+        target, *others = args
+        kwargs = {key: to_dtype(value, target.dtype) for key, value in kwargs.items()}
+        return original(target, *[to_dtype(value, target.dtype) for value in others], **kwargs)
 
     return wrapper
 

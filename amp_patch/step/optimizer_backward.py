@@ -54,25 +54,29 @@ class OpenPass(Protocol):
 
 
 class _Reading(threading.local):
-    """Whether what gets masters in this thread reads them only, see `only_read`."""
+    """Whether what gets masters in this thread reads them only."""
 
     is_on = False
+
+    @contextlib.contextmanager
+    def only(self) -> Iterator[None]:
+        """Who gets masters in this block writes to none, see `only_read`."""
+        before, self.is_on = self.is_on, True
+        try:
+            yield
+        finally:
+            self.is_on = before
 
 
 _reading = _Reading()
 
 
-@contextlib.contextmanager
-def only_read() -> Iterator[None]:
+def only_read() -> contextlib.AbstractContextManager[None]:
     """Who gets masters in this block writes to none: a write to a half parameter is no second one.
 
     So torch's functions that clip gradients take ``amp.master_params(optimizer)``.
     """
-    before, _reading.is_on = _reading.is_on, True
-    try:
-        yield
-    finally:
-        _reading.is_on = before
+    return _reading.only()
 
 
 class OptimizerBackward:
