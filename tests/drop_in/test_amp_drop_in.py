@@ -608,6 +608,21 @@ def test_copies_pickles_and_replicas_run_their_own_weights(amp) -> None:
     assert model(torch.ones(1, 2)).any()
 
 
+def test_a_copy_with_all_attributes_of_its_original_runs_its_own_weights(amp) -> None:
+    """As the averages of YOLO's trainers get them, by ``copy_attr(ema, model)``."""
+    model = Doubling()
+    amp.initialize(model, opt_level="O2", verbosity=0)
+    copied = copy.deepcopy(model)
+    for name, value in vars(model).items():
+        if not name.startswith("_"):
+            setattr(copied, name, value)
+    with torch.no_grad():
+        for param in copied.parameters():
+            param.zero_()
+    assert not copied(torch.ones(1, 2)).any()
+    assert model(torch.ones(1, 2)).any()
+
+
 def test_cloudpickle_and_dill_take_along_the_forward_that_casts(amp) -> None:
     """They save the function, where pickle saves a name. Joblib and mlflow use cloudpickle."""
     model = Doubling()

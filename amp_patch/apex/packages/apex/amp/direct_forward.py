@@ -66,15 +66,25 @@ def _begin(model: nn.Module, args: Any) -> None:
     begun.append(weakref.ref(model))
 
 
+def _runs(owner: nn.Module, model: nn.Module) -> bool:
+    """Tell whether a model whose hooks have run is the one whose forward this is.
+
+    A replica of nn.DataParallel has the bound method of the model that it was made from, and so has
+    a copy that a script gave all attributes of its original, as averages of weights get them.
+    """
+    if owner is model or hasattr(model, "_is_replica"):
+        return True
+    return type(owner) is type(model) and getattr(model.forward, "__self__", None) is owner
+
+
 def _casting(kind: type[nn.Module], own: Callable[..., Any] | None) -> Callable[..., Any]:
     """Return a forward for models of a class, or for the one that has a forward of its own."""
 
     @functools.wraps(own or kind.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # A replica of nn.DataParallel has the bound method of the model that it was made from.
         begun = _calls.begun
         model = begun[-1]() if begun else None
-        if model is not None and (model is self or hasattr(model, "_is_replica")):
+        if model is not None and _runs(self, model):
             begun.pop()
         elif torch.compiler.is_compiling():
             model = self
