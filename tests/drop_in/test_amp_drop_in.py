@@ -441,6 +441,30 @@ def test_a_method_for_gradients_that_a_script_replaced_is_told_of(amp, name, in_
     assert torch.equal(*weights)
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_gradients_that_a_script_scaled_are_unscaled_with_those_of_the_block(amp, level) -> None:
+    """A transducer makes a backward in its forward, of what it scales itself."""
+    gradients = []
+    for is_scaled in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if is_scaled:
+            amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+            first = model(torch.ones(2, 3)).square().mean()
+            (first * amp._amp_state.loss_scalers[0].loss_scale()).backward()
+            optimizer._prepare_amp_backward = lambda: None
+            optimizer._amp_stash.params_have_scaled_gradients = True
+            with pytest.warns(UserWarning, match="params_have_scaled_gradients = True"):
+                scaled_backward(amp, model(torch.ones(2, 3)).square().mean(), optimizer)
+        else:
+            for _ in range(2):
+                model(torch.ones(2, 3)).square().mean().backward()
+        gradients.append([one.grad.float() for one in amp.master_params(optimizer)])
+    for found, expected in zip(*gradients[::-1], strict=True):
+        torch.testing.assert_close(found, expected, rtol=0.01, atol=1e-3)
+
+
 def test_what_initialize_returns_may_be_thrown_away(amp) -> None:
     model = nn.Linear(3, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
