@@ -40,7 +40,7 @@ class Zeroing:
         self.was_cleared = self.was_abandoned = False
         self._passes_stepped = 0
         self._had_used = False
-        self._added_to_used = False  # by a pass for several optimizers, and not stepped yet
+        self._added_to_used = ""  # by what, if a pass has, and it was not stepped yet
         self._found_used = False  # of a plain backward, by the step that runs
         self._is_alone = True  # whether the last pass was of this optimizer alone
         self._has_left = False  # whether that pass has left any, while it is watched
@@ -59,7 +59,6 @@ class Zeroing:
                 several is to step may freeze its parameters so.
         """
         self._had_used = self.is_watched and self._has_used(pairs)
-        self._added_to_used = False
         self.was_cleared = self.was_abandoned = self._has_left = False
         self._is_alone = is_alone
         self.passes += 1
@@ -68,18 +67,17 @@ class Zeroing:
     def look_at_written(self, pairs: ParamPairs) -> None:
         """The backward is over, if there was one; note whether it reached any parameter.
 
-        Warn, once, where plain PyTorch would have added to used gradients. A pass for several
-        optimizers may be meant for another one alone (a generator's loss runs through the
-        discriminator): there the step with them is warned of.
+        Where plain PyTorch would have added to used gradients, the step with them is warned of: a
+        pass may be meant for an input, or another optimizer, and the script clear what it left.
         """
         if self.has_written and not self._had_used and not self.is_watched:
             return
         had_used, self._had_used = self._had_used, False
         if self._gradients.wrote(pairs):
             self.has_written, self._has_left = True, self._is_alone
-            if had_used and self._is_alone:
-                _warn_of_used("a scale_loss() block")
-            self._added_to_used = had_used and not self._is_alone
+            if had_used:
+                place = "a scale_loss() block" if self._is_alone else "an optimizer.step()"
+                self._added_to_used = self._added_to_used or place
 
     def note_other(self) -> None:
         """A pass of another optimizer begins: the script goes on without what this one has lost."""
@@ -88,15 +86,16 @@ class Zeroing:
     def end_step(self) -> None:
         """All that passes have left was stepped, or is gone without the script's doing."""
         # a step may make backwards of its own, after which none of the last step's are left
-        if self._added_to_used or (self._found_used and self._gradients.stepped.are_left):
-            _warn_of_used("an optimizer.step()")
-        self._added_to_used = self._found_used = False
+        found_used = self._found_used and self._gradients.stepped.are_left
+        if place := self._added_to_used or ("an optimizer.step()" if found_used else ""):
+            _warn_of_used(place)
+        self._added_to_used, self._found_used = "", False
         self._passes_stepped = self.passes
         self.was_abandoned = False
 
     def abandon(self) -> None:
         """An exception has ended the pass, or its unscaling, and its gradients go."""
-        self._added_to_used = False
+        self._added_to_used = ""
         self.end_step()
         self.was_abandoned = True
 
@@ -106,7 +105,8 @@ class Zeroing:
         Args:
             is_lost: whether there are some that no step has used, if there was a pass.
         """
-        self._had_used = self._added_to_used = self.was_abandoned = False
+        self._had_used = self.was_abandoned = False
+        self._added_to_used = ""
         if self.passes > self._passes_stepped:
             self.was_cleared = is_lost
 

@@ -135,6 +135,14 @@ def test_used_gradients_that_another_loss_reaches_are_told_of_where_they_are_ste
     assert message.startswith("optimizer.step() with those of the last step")
 
 
+def test_used_gradients_that_a_block_adds_to_and_the_script_clears_are_not_told() -> None:
+    """As an evaluation by attacks leaves them, of which a script wants the input's."""
+    attacked = ("zero_grad", "block", "step", "block", "block")
+    assert told(*attacked, *attacked, "zero_grad", "block", "step") == []
+    (message,) = told(*attacked, "step")
+    assert message.startswith("scale_loss() block with those of the last step")
+
+
 def test_a_step_without_a_block_since_the_last_is_told() -> None:
     (message,) = told("block", "step", "step")
     assert message.startswith("optimizer.step() with those of the last step")
