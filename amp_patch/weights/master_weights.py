@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from amp_patch import kernels
 from amp_patch.casting.mode import HALVES
-from amp_patch.distributed.shards import is_spread, local, set_data, version_of
+from amp_patch.distributed.shards import is_spread, local, same_numbers, set_data, version_of
 from amp_patch.kernels import small_tensors, torch_kernels
 from amp_patch.kernels.default_device import without_default_device
 
@@ -220,7 +220,7 @@ class MasterWeights:
                 self.lock.release()
 
     def _show_unseen(self) -> None:
-        if self._exposed is None:  # else each write through .data is taken to be to a half weight
+        if self._exposed is None:  # else a write through .data may be to a half weight, as well
             self._unseen.show(self._masters, self._local(self._masters))
 
     def _show_written(self) -> None:
@@ -340,9 +340,28 @@ class MasterWeights:
         if versions == self._versions.equal and self._exposed is None:
             return [False] * len(versions)
         wins = list(map(self._values.wins, self._params))
+        if self._exposed is not None and self._unseen.is_looking:
+            self._give_in(wins)
         if self._exposed is not None and self._exposed != (now := self.weight_versions()):
             tell_of_lost_writes(self.pairs(), wins, now, self._versions.given)
         return wins
+
+    def _give_in(self, wins: list[bool]) -> None:
+        """Let half weights win over masters that the user was given, and has only read.
+
+        Args:
+            wins: whether each parameter is to follow its master; brought up to date.
+        """
+        unwritten = self._unseen.unwritten(self._local(self._masters))
+        read = [row for row, is_read in enumerate(unwritten) if is_read and wins[row]]
+        for row in read:
+            wins[row] = False
+        if not all(map(self._agree, read)):
+            self._unseen.keep_looking()
+
+    def _agree(self, row: int) -> bool:
+        param, master = self._params[row], self._masters[row]
+        return same_numbers(master.detach().to(param.dtype), param)
 
     @without_default_device
     def publish(self, are_written: bool = False) -> None:

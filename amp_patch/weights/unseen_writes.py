@@ -49,6 +49,19 @@ class UnseenWrites:
         """Note what this rank holds of the masters: all that was written to them is known."""
         self._sums.update(self._sums_of(local))
 
+    def keep_looking(self) -> None:
+        """Look in all later steps, too: the script writes so."""
+        self._steps_left = sys.maxsize
+
+    def unwritten(self, local: Sequence[Tensor]) -> list[bool]:
+        """Return for each master whether it has the bits and the version that were noted of it.
+
+        Args:
+            local: what this rank holds of each.
+        """
+        found = self._sums_of(local)
+        return [self._sums.get(key := one.data_ptr()) == found.get(key, ()) for one in local]
+
     def show(self, masters: Sequence[Tensor], local: Sequence[Tensor]) -> None:
         """Move the version of each master that is not what it was at that version.
 
@@ -64,7 +77,7 @@ class UnseenWrites:
             (total, version), (noted, at) = found[place], self._sums.get(place, (0, -1))
             if total != noted and version == at:
                 increment_version(master)
-                self._steps_left = sys.maxsize
+                self.keep_looking()
         self._sums.update(found)
 
     def _sums_of(self, local: Sequence[Tensor]) -> dict[int, tuple[int, int]]:

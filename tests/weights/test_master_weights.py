@@ -816,9 +816,14 @@ def follow(action: tuple[Any, ...], reference: Reference) -> None:
         write_half(kind, value[0], reference)
     elif kind in ("master", "expose"):
         reference.settle()
-        reference.exposed = reference.expects_step = True
+        reference.expects_step = True
+        before = reference.exact
         if kind == "master":
-            reference.exact = torch.full_like(reference.exact, value[0])
+            reference.exact = torch.full_like(before, value[0])
+        # masters that are only read are known to be so in the first steps
+        reference.exposed = not torch.equal(
+            reference.exact.view(torch.int32), before.view(torch.int32)
+        )
     elif kind == "load":
         reference.load(torch.full((3, 4), value[0]))
 
