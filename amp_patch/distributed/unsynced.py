@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -28,14 +29,20 @@ STAGES = "torch.distributed.pipelining.stage"
 class Unsynced:
     """The models of which that may be so; false where there never were any.
 
+    Args:
+        begun: returns how many backwards have begun.
+
     Attributes:
         has_new: whether there may be wrappers that have not shared gradients yet.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, begun: Callable[[], int]) -> None:
+        self._begun = begun
         self._has_any = self.has_new = False
-        # whether a wrapper's last forward was local; None before the first
+        # whether a wrapper's next backward is local, or the last was; None before the first forward
         self._wrapped: MutableMapping[nn.Module, bool | None] = weakref.WeakKeyDictionary()
+        # how many backwards had begun at the last forward whose backward shares
+        self._armed: MutableMapping[nn.Module, int] = weakref.WeakKeyDictionary()
         self._new: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._sharded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._flat: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -149,10 +156,16 @@ class Unsynced:
     def note(self, wrapper: Any) -> None:
         """A forward begins: it decides whether the backward that follows shares, if it is watched.
 
-        A copy of a wrapper is not.
+        A copy of a wrapper is not. A forward without gradients decides nothing; of several before
+        one backward, one that shares is enough.
         """
-        if wrapper in self._wrapped:
-            self._wrapped[wrapper] = not wrapper.require_backward_grad_sync
+        if wrapper not in self._wrapped or not torch.is_grad_enabled():
+            return
+        begun = self._begun()
+        if wrapper.require_backward_grad_sync:
+            self._wrapped[wrapper], self._armed[wrapper] = False, begun
+        elif self._armed.get(wrapper) != begun:
+            self._wrapped[wrapper] = True
 
 
 def _averaged_by(wrapper: Any) -> Iterator[Tensor]:

@@ -77,6 +77,7 @@ class Backwards:
         last_was_plain: True where the last backward was of no scaled loss; False also before the
             first block.
         plain: how many backwards were of no scaled loss, in any thread, since the first block.
+        begun: how many backwards have begun, in any thread.
     """
 
     #: How many backwards that are given gradients behind a block are looked at: a script that hands
@@ -98,7 +99,7 @@ class Backwards:
         self._prepared = prepared
         self._blocks: dict[int, list[_Block]] = {}
         self.last_was_plain = False
-        self.plain = 0
+        self.plain = self.begun = 0
         self._looks_left = self._WATCHED
 
     def open(
@@ -133,6 +134,7 @@ class Backwards:
         @functools.wraps(original)
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
             is_plain = not blocks
+            self.begun += 1
             # A checkpoint calls backward in a backward, of which the outer one was looked at.
             if blocks and torch._C._current_graph_task_id() == -1:
                 given = kwargs.get("grad_tensors", args[0] if args else None)

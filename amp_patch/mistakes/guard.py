@@ -93,7 +93,7 @@ class Guard:
         self._half_steps = HalfSteps()
         self._copies = ExactCopies(store, models.in_half)
         self.plain_averages = PlainAverages(optimizers.params)
-        self.unsynced = Unsynced()
+        self.unsynced = Unsynced(lambda: self.backwards.begun)
         self.targets = RoundedTargets()
         self.scale_users = ScaleUsers(self.unsynced.averaged_among)
         self._split_averages = SplitAverages(

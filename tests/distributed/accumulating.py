@@ -179,3 +179,46 @@ def two_models(level: str) -> list[tuple[Tensor, Tensor]]:
     found = [(one, other.weight.detach()) for one, other in zip(sharded, plain, strict=True)]
     amp.deactivate()
     return found
+
+
+def several_forwards(case: str, levels: tuple[str | None, ...]) -> list[list[Tensor]]:
+    """Return the parameters that each level trains, by several forwards before a backward.
+
+    Args:
+        case: "labels": a forward without gradients, which would share, comes between forward and
+            backward of a micro-batch that is local; "labels of rank 0": on that rank alone;
+            "reference": one under ``no_sync()`` comes behind the one whose backward shares.
+        levels: None trains without amp.
+    """
+    return [_trained_by_several_forwards(case, level) for level in levels]
+
+
+def _trained_by_several_forwards(case: str, level: str | None) -> list[Tensor]:
+    rank, size = distributed.get_rank(), distributed.get_world_size()
+    model = training.make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    if level is not None:
+        scales = {"loss_scale": 64.0} if level in training.SCALED else {}
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0, **scales)
+    wrapped = DistributedDataParallel(model)
+    for step in range(4):
+        optimizer.zero_grad()
+        for part in (0, 1):
+            inputs, targets = training.rows(2 * step + part, rank, size)
+            is_local = part == 0 and case != "reference"
+            with training.without_sync(wrapped, is_local):
+                loss = (wrapped(inputs).float() - targets).square().mean()
+            if case == "labels" or (case == "labels of rank 0" and rank == 0):
+                with torch.no_grad():
+                    label = wrapped(inputs.flip(0)).float().mean()
+                loss = loss + label
+            if case == "reference":
+                with wrapped.no_sync():
+                    loss = loss + wrapped(inputs.flip(0)).float().square().mean()
+            block = nullcontext(loss) if level is None else amp.scale_loss(loss, optimizer)
+            with training.without_sync(wrapped, is_local), block as scaled_loss:
+                scaled_loss.backward()
+        optimizer.step()
+    params = [param.detach().float().clone() for param in model.parameters()]
+    amp.deactivate()
+    return params

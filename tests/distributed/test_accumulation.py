@@ -88,3 +88,13 @@ def test_options_of_the_wrapper(case: tuple[dict[str, bool], bool]) -> None:
         accumulating.train_all, "ddp", LEVELS, delayed=False, synced=synced, wrapper=wrapper
     )
     assert_alike(found, are_same_scales=not synced)
+
+
+@pytest.mark.parametrize("case", ["labels", "labels of rank 0", "reference"])
+def test_of_several_forwards_before_a_backward_one_that_shares_is_enough(case: str) -> None:
+    levels = (None, "O1", "O2", "O5")
+    found = ranks.run(accumulating.several_forwards, case, levels, timeout=60)
+    for level, one, other in zip(levels, *found, strict=True):
+        assert all(map(torch.equal, one, other)), level
+        for param, exact in zip(one, found[0][0], strict=True):
+            torch.testing.assert_close(param, exact, rtol=0.02, atol=0.02)
