@@ -356,6 +356,13 @@ class OptimizerBackward:
             if not are_same(*pairs) and not have_none(pairs.model):
                 self._offer.make(*pairs)
 
+    def show_scaled(self) -> contextlib.AbstractContextManager[None]:
+        """Return a block in which masters have what waits scaled, see `ScaledGradients.shown`."""
+        scaled = self.gradients.scaled
+        if scaled.scale is None or self.is_open:
+            return contextlib.nullcontext()
+        return scaled.shown(self.pairs())
+
     def offer_stepped(self) -> None:
         """A script may clear what a step has used, before the next backward adds to it."""
         if self.masters is not None and self.gradients.stepped.are_left:

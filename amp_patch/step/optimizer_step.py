@@ -133,10 +133,9 @@ class OptimizerStep:
             replace(one, "step", self._step_wrapped, is_wrapped=True)
             replace(one, "zero_grad", self._zero_grad, is_wrapped=True)
         replace(optimizer, "add_param_group", self.groups.add)
-        if self.masters is not None:
-            for one in (optimizer, *wrapped):
-                for name in own_methods(one):
-                    replace(one, name, self._call_own, is_wrapped=one is not optimizer)
+        for one in (optimizer, *wrapped):
+            for name in own_methods(one):
+                replace(one, name, self._call_own, is_wrapped=one is not optimizer)
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -266,12 +265,16 @@ class OptimizerStep:
         """Call a method that torch's optimizers do not have, as ``first_step`` of SAM.
 
         It may write to masters, which then win over what a script wrote to half weights before. It
-        finds gradients at them, also those that a script gave to half weights by hand.
+        finds gradients at them, also those that a script gave to half weights by hand, and those
+        that wait scaled for a later backward, as DDP's advice for SAM leaves them on each rank.
         """
-        if not self._is_stepping and self.masters is not None:
+        if self._is_stepping:
+            return original(*args, **kwargs)
+        if self.masters is not None:
             self.masters.reconcile()
             self.backward.offer_gradients()
-        return original(*args, **kwargs)
+        with self.backward.show_scaled():
+            return original(*args, **kwargs)
 
     def _step_wrapped(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Step an optimizer that the initialized one wraps, in the place of its own step or in it.

@@ -6,13 +6,16 @@ and their gradients; no optimizer and no master.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from amp_patch import kernels
 from amp_patch.distributed.shards import local
+
+from .param_pairs import ParamPairs
 
 
 class ScaledGradients:
@@ -59,6 +62,36 @@ class ScaledGradients:
             (param, param.grad, 0 if param.grad is None else param.grad._version)
             for param in params
         ]
+
+    @contextlib.contextmanager
+    def shown(self, pairs: ParamPairs) -> Iterator[None]:
+        """Let what is stepped have them unscaled in the block, to be read.
+
+        They are of this rank alone, or of some micro-batches, and wait scaled for a later backward.
+        What the block clears is cleared where they wait.
+        """
+        scale = self.scale
+        if scale is None:
+            yield
+            return
+        waiting = [row for row in zip(*pairs, strict=True) if row[0].grad is not None]
+        before = [param.grad for param, _ in waiting]
+        with torch.no_grad():
+            for (_, stepped), grad in zip(waiting, before, strict=True):
+                stepped.grad = None if grad is None else grad.to(stepped.dtype) / scale
+        try:
+            yield
+        finally:
+            for (param, stepped), grad in zip(waiting, before, strict=True):
+                self._put_back(param, stepped, grad)
+
+    def _put_back(self, param: Tensor, stepped: Tensor, grad: Tensor | None) -> None:
+        if stepped.grad is None:
+            param.grad = None
+        elif stepped is not param:
+            stepped.grad = None
+        elif self.scale is not None:  # else zero_grad() has written zeros
+            param.grad = grad
 
     def were_written(self) -> bool:
         """Return whether a backward has written to them since `bring_to`."""

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from amp_patch.step.param_pairs import ParamPairs
 from amp_patch.step.scaled_gradients import ScaledGradients
 
 
@@ -69,3 +70,42 @@ def test_none_are_left_when_they_are_forgotten(
     params[0].grad += 1
     assert scaled.scale is None
     assert not scaled.were_written()
+
+
+@pytest.fixture
+def pairs(params: list[nn.Parameter]) -> ParamPairs:
+    """A half parameter with its master, both shown 12; one that is stepped itself; one without."""
+    half = nn.Parameter(torch.zeros(2, dtype=torch.float16))
+    half.grad = torch.full((2,), 12.0, dtype=torch.float16)
+    master = nn.Parameter(torch.zeros(2))
+    return ParamPairs([half, *params], [master, *params])
+
+
+def test_in_a_block_they_are_shown_unscaled_and_wait_on_behind_it(
+    pairs: ParamPairs, scaled: ScaledGradients
+) -> None:
+    half, param, without = pairs.model
+    before = half.grad, param.grad
+    with scaled.shown(pairs):
+        assert [stepped.grad.tolist() for stepped in pairs.master[:2]] == [[6.0, 6.0]] * 2
+        assert pairs.master[0].grad.dtype is torch.float32
+        assert without.grad is None
+    assert (half.grad, param.grad) == before
+    assert pairs.master[0].grad is None
+    assert half.grad.tolist() == param.grad.tolist() == [12.0, 12.0]
+
+
+def test_what_the_block_clears_is_cleared_where_it_waits(
+    pairs: ParamPairs, scaled: ScaledGradients
+) -> None:
+    with scaled.shown(pairs):
+        pairs.master[0].grad = None
+    assert pairs.model[0].grad is None
+    assert pairs.model[1].grad.tolist() == [12.0, 12.0]
+    with scaled.shown(pairs):
+        pairs.model[1].grad.zero_()
+        scaled.forget()  # as zero_grad(set_to_none=False) does
+    assert pairs.model[1].grad.tolist() == [0.0, 0.0]
+    with scaled.shown(pairs):  # nothing waits
+        pairs.model[1].grad.fill_(3.0)
+    assert pairs.model[1].grad.tolist() == [3.0, 3.0]

@@ -393,6 +393,31 @@ class DerivedSharpnessAware(SGD):
         super().step()
 
 
+class ClearingSharpnessAware(DerivedSharpnessAware):
+    """Goes as far as the gradients say, of whatever size they are, and clears both."""
+
+    def second_step(self) -> None:
+        super().second_step()
+        self.zero_grad()
+
+
+@LEVELS
+@pytest.mark.parametrize("make", [SharpnessAware, ClearingSharpnessAware])
+def test_its_first_step_finds_gradients_that_wait_scaled(
+    amp: ModuleType, level: str, make: Callable[..., Optimizer]
+) -> None:
+    """As DDP's ``no_sync()`` leaves them, under which SAM's first backward is on each rank."""
+    by_hand, training = Training(make), Training(make, amp, level)
+    for _ in range(8):
+        expected = by_hand.iterate()
+        loss = F.cross_entropy(training.model(training.inputs), training.targets)
+        scaled_backward(amp, loss, training.optimizer, delay_unscale=True)
+        training.optimizer.first_step()
+        found = [loss.item(), training.backward()]
+        training.optimizer.second_step()
+        assert found == pytest.approx(expected, rel=tolerance(level))
+
+
 class PastOwn(SGD):
     """Is stepped by its class."""
 
