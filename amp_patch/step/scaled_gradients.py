@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -74,24 +75,19 @@ class ScaledGradients:
         if scale is None:
             yield
             return
-        waiting = [row for row in zip(*pairs, strict=True) if row[0].grad is not None]
-        before = [param.grad for param, _ in waiting]
+        waiting = [
+            _Waiting(param, stepped, param.grad, None if stepped is param else stepped.grad)
+            for param, stepped in zip(*pairs, strict=True)
+            if param.grad is not None
+        ]
         with torch.no_grad():
-            for (_, stepped), grad in zip(waiting, before, strict=True):
-                stepped.grad = None if grad is None else grad.to(stepped.dtype) / scale
+            for one in waiting:
+                one.stepped.grad = one.sum(scale)
         try:
             yield
         finally:
-            for (param, stepped), grad in zip(waiting, before, strict=True):
-                self._put_back(param, stepped, grad)
-
-    def _put_back(self, param: Tensor, stepped: Tensor, grad: Tensor | None) -> None:
-        if stepped.grad is None:
-            param.grad = None
-        elif stepped is not param:
-            stepped.grad = None
-        elif self.scale is not None:  # else zero_grad() has written zeros
-            param.grad = grad
+            for one in waiting:
+                one.put_back(was_forgotten=self.scale is None)
 
     def were_written(self) -> bool:
         """Return whether a backward has written to them since `bring_to`."""
@@ -99,6 +95,28 @@ class ScaledGradients:
             param.grad is grad and (grad is None or grad._version == version)
             for param, grad, version in self._before
         )
+
+
+class _Waiting(NamedTuple):
+    """A parameter whose gradient waits scaled, and what it is stepped by, with what that has."""
+
+    param: Tensor
+    stepped: Tensor
+    scaled: Tensor
+    unscaled: Tensor | None
+
+    def sum(self, scale: float | Tensor) -> Tensor:
+        grad = self.scaled.to(self.stepped.dtype) / scale
+        return grad if self.unscaled is None else grad + self.unscaled
+
+    def put_back(self, was_forgotten: bool) -> None:
+        """Leave the two as they were, but for what was cleared, or written to 0 and forgotten."""
+        if self.stepped.grad is None:
+            self.param.grad = None
+        elif self.stepped is not self.param:
+            self.stepped.grad = self.unscaled
+        elif not was_forgotten:
+            self.param.grad = self.scaled
 
 
 def _are_equal(scale: float | Tensor, other: float | Tensor) -> bool:

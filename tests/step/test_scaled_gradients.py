@@ -95,6 +95,16 @@ def test_in_a_block_they_are_shown_unscaled_and_wait_on_behind_it(
     assert half.grad.tolist() == param.grad.tolist() == [12.0, 12.0]
 
 
+def test_what_a_master_has_already_is_shown_with_them(
+    pairs: ParamPairs, scaled: ScaledGradients
+) -> None:
+    earlier = pairs.master[0].grad = torch.ones(2)
+    with scaled.shown(pairs):
+        assert pairs.master[0].grad.tolist() == [7.0, 7.0]
+    assert pairs.master[0].grad is earlier
+    assert earlier.tolist() == [1.0, 1.0]
+
+
 def test_what_the_block_clears_is_cleared_where_it_waits(
     pairs: ParamPairs, scaled: ScaledGradients
 ) -> None:
