@@ -26,6 +26,9 @@ from .recorded_calls import Call, copied
 from .saved_state import ModelState, RandomState, attributes_of
 from .watch import Origin, Watch, Watched
 
+#: By so large a part may gradients differ that were added up in half precision, in another order.
+_ROUNDING = 0.02
+
 
 class Rerun:
     """A second run of a call.
@@ -105,6 +108,47 @@ class Rerun:
         with self._looked_at():  # a checkpoint computes its forward again
             found = _gradients(outputs, [grads[index] for index in reached], leaves)
         return self._first(found)
+
+    def outside(self, grads: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """Return of the outputs' gradients what did not come from other outputs, behind a forward.
+
+        A model that returns its loss and a hidden state is given the gradient of the loss alone:
+        what arrived at the hidden state came from there, and would count twice.
+        """
+        found: dict[int, Tensor] = {}
+        for index, later in self._by_descendants(grads):
+            inside = self._inside(index, {one: found[one] for one in later if one in found})
+            rest = grads[index] if inside is None else _difference(grads[index], inside)
+            if inside is None or rest.any():
+                found[index] = rest
+        return found
+
+    def _by_descendants(self, grads: Mapping[int, Tensor]) -> list[tuple[int, list[int]]]:
+        """Return outputs with those that are made of them, which come first."""
+        known = [
+            one for one in grads if one < len(self.outputs) and self.outputs[one].requires_grad
+        ]
+        beneath = {one: _nodes(self.outputs[one].grad_fn) for one in known}
+        found = [
+            (one, [other for other in known if self.outputs[one].grad_fn in beneath[other]])
+            for one in known
+        ]
+        return sorted(found, key=lambda row: len(row[1]))
+
+    def _inside(self, index: int, grads: Mapping[int, Tensor]) -> Tensor | None:
+        """Return the gradient of an output that comes from others; None where none does."""
+        if not grads:
+            return None
+        outputs = [self.outputs[one] for one in grads]
+        with self._looked_at():
+            (inside,) = torch.autograd.grad(
+                outputs,
+                [self.outputs[index]],
+                list(grads.values()),
+                allow_unused=True,
+                retain_graph=True,
+            )
+        return inside
 
     @contextlib.contextmanager
     def _looked_at(self) -> Iterator[None]:
@@ -250,6 +294,38 @@ def _taken_in(
     finally:
         for handle in handles:
             handle.remove()
+
+
+def from_outside(call: Call, grads: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
+    """Return of what arrived at a call's outputs that which no other output handed on."""
+    if len(grads) < 2:
+        return grads
+    one = Rerun(call)
+    one.forward()
+    try:
+        return one.outside(grads)
+    except RuntimeError as error:
+        if "reentrant" not in str(error):  # such a checkpoint has no gradients of some tensors
+            raise
+        return grads
+
+
+def _nodes(last: Any) -> set[Any]:
+    """Return the nodes of a graph that lead to one, without it."""
+    found: set[Any] = set()
+    waiting = [last]
+    while waiting:
+        for one, _ in getattr(waiting.pop(), "next_functions", ()):
+            if one is not None and one not in found:
+                found.add(one)
+                waiting.append(one)
+    return found
+
+
+def _difference(total: Tensor, inside: Tensor) -> Tensor:
+    """Return what is left of a gradient, 0 where the rest is rounding, or cannot be told."""
+    is_same = torch.isclose(total, inside, rtol=_ROUNDING, equal_nan=True)
+    return torch.where(is_same | ~inside.isfinite(), 0.0, total - inside)
 
 
 def _gradients(outputs: list[Tensor], grads: list[Tensor], leaves: list[Tensor]) -> list[Tensor]:

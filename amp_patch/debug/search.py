@@ -21,7 +21,7 @@ from .loss_watch import LossStep, LossWatch
 from .places import shown_line
 from .ranges import Range, largest_scale
 from .recorded_calls import Call
-from .rerun import Rerun
+from .rerun import Rerun, from_outside
 from .undefined import Given, rounded_to
 from .watch import Origin
 
@@ -213,6 +213,7 @@ class Search:
         return self._of_loss(result, operator=found.operator, operands=found.given, fits=fits)
 
     def _in_backward(self, call: Call, grads: Mapping[int, Tensor]) -> Cause | None:
+        grads = from_outside(call, grads)
         one = Rerun(call)
         one.forward()
         origin = one.backward(grads)

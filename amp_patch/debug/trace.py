@@ -36,7 +36,7 @@ from .cause import Cause, Mend
 from .loss_watch import LossWatch, are_finite
 from .ranges import largest_of
 from .recorded_calls import Call, RecordedCalls
-from .rerun import Rerun, leaving_no_trace
+from .rerun import Rerun, from_outside, leaving_no_trace
 from .search import UNSEEN, Search, hidden, joined, root_of
 from .watch import Counts, near_limits
 
@@ -200,7 +200,7 @@ class Tracer(StepObserver):
                 found.hidden += [
                     replace(cause, growth=self._growth()) for cause in hidden(call, one, shown)
                 ]
-                one.backward(call.grads[last.number])
+                one.backward(from_outside(call, call.grads[last.number]))
                 root, path = root_of(one.model)
                 label = session.models.label_of(root)
                 for name, counts in near_limits(one.watched.counts).items():

@@ -714,3 +714,50 @@ def test_a_function_of_torchs_is_none_of_the_users_own() -> None:
     ]
     assert [one.operator for one in places] == ["CheckpointFunction", "LargerGradient"]
     assert [one.is_own for one in places] == [False, True]
+
+
+class Judging(nn.Module):
+    """Computes its loss itself, and may return what that is made of."""
+
+    def __init__(self, size: float, returns_hidden: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.size, self.returns_hidden = size, returns_hidden
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        hidden = self.first(x).relu()
+        scores = self.last(hidden)
+        loss = (scores.float() * self.size).mean()
+        shown = {"hidden": hidden, "scores": scores} if self.returns_hidden else {}
+        return {"loss": loss, **shown}
+
+
+@pytest.mark.parametrize("size", [1e3, 1e10])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_output_that_another_is_made_of_does_not_change_what_is_advised(
+    amp, level: str, size: float
+) -> None:
+    causes = []
+    for returns_hidden in (False, True):
+        model, optimizer = prepared(amp, Judging(size, returns_hidden), level, loss_scale=65536.0)
+        train(amp, model, optimizer, lambda outputs: outputs["loss"])
+        causes.append(the_cause(amp))
+        amp.deactivate()
+    told = [(one.module, one.operator, one.fits, one.mended_by, one.advice()) for one in causes]
+    assert told[0] == told[1]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_what_a_script_computes_of_such_an_output_counts(amp, level: str) -> None:
+    def loss_of(outputs: dict[str, Tensor]) -> Tensor:
+        return outputs["loss"] + outputs["hidden"].float().sum() * 0.5
+
+    model, optimizer = prepared(amp, Judging(1.0, True), level, loss_scale=65536.0)
+    train(amp, model, optimizer, loss_of)
+    cause = the_cause(amp)
+    assert (cause.where, cause.module) == ("backward", "first")
+    amp.deactivate()
+    again, optimizer = prepared(amp, Judging(1.0, True), level, loss_scale=cause.fits)
+    train(amp, again, optimizer, loss_of)
+    assert not amp.step_was_skipped(optimizer)
