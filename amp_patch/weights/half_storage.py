@@ -168,6 +168,19 @@ def kept_by_name(model: nn.Module, dtype: torch.dtype | None) -> list[Tensor]:
     return kept
 
 
+def layers_kept_by_name(model: nn.Module, dtype: torch.dtype | None) -> list[nn.Module]:
+    """Return the layers without parts of which `kept_by_name` keeps every parameter."""
+    kept = set(map(id, kept_by_name(model, dtype)))
+    return [
+        module
+        for module in model.modules()
+        if kept
+        and next(module.children(), None) is None
+        and (own := [param for param in module._parameters.values() if param is not None])
+        and kept.issuperset(map(id, own))
+    ]
+
+
 def _names_in(module: nn.Module, attribute: str) -> set[str]:
     """Return the names in an attribute of a module, whose ``__getattr__`` may know any."""
     names = vars(module).get(attribute, getattr(type(module), attribute, None))

@@ -334,6 +334,9 @@ class PreparedModels:
             kept_at=kept_inputs.places(kept_inputs.forward_of(model), rules.kept_inputs),
         ).attach(model)
         module_rules.attach(model, rules.precisions, level.cast_model_type)
+        # most models cast to what they keep by name, and in some a layer is given half all the same
+        for layer in half_storage.layers_kept_by_name(model, level.cast_model_type):
+            module_rules.TakesDtype(torch.float32).attach(layer)
         self.levels[model] = level
         if level.stores_half:
             self._compute_weights_in_fp32(model, level)

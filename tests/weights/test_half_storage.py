@@ -181,6 +181,27 @@ def test_what_a_model_of_transformers_keeps_in_fp32_stays_so(amp: ModuleType, le
         assert torch.equal(value, before[name]) != learned, name
 
 
+class GivesHalf(NamesWhatIsKept):
+    """Casts to nothing, as DeepSeek-V4 of transformers, which torch's half model raises for."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(self.wo(self.wi(x)))
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_a_layer_that_is_kept_takes_half_and_computes_in_fp32(amp: ModuleType, level: str) -> None:
+    torch.manual_seed(0)
+    model, x = GivesHalf(), torch.randn(3, 4)
+    expected = model(x)
+    found: list[torch.dtype] = []
+    model.wo.register_forward_hook(lambda module, args, output: found.append(output.dtype))
+    amp.initialize(model, opt_level=level, verbosity=0)
+    torch.testing.assert_close(model(x), expected, rtol=0.02, atol=0.02)
+    assert found == [torch.bfloat16 if level == "O5" else torch.float32]
+    amp.deactivate()
+    assert not model.wo._forward_pre_hooks
+
+
 def test_a_tied_weight_stays_one_parameter(amp: ModuleType) -> None:
     model = nn.ModuleDict({"embed": nn.Embedding(5, 4), "head": nn.Linear(4, 5, bias=False)})
     model["head"].weight = model["embed"].weight
