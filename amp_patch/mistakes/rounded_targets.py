@@ -26,6 +26,9 @@ _NAMES = re.compile(
 )
 #: Off by so much they are told; probabilities are rounded by less.
 _OFF = 0.25
+#: Angles are made of these, and sines of the angles: of 0.1 radian these are off by a tenth.
+_OF_ANGLES = re.compile(r"(^|[_.])(positions?|time(s|steps?|stamps?)?)([_.]|$)")
+_OFF_AS_ANGLE = 0.1
 #: In so many training calls targets are waited for.
 _CALLS = 16
 #: In so many of any kind: a teacher, or a target network, is never trained.
@@ -108,7 +111,7 @@ class RoundedTargets:
         for name, tensor in found:
             off[name] = max(off.get(name, 0.0), _rounded_by(tensor, awaited.half))
         for name, most in off.items():
-            if most >= _OFF:
+            if most >= (_OFF_AS_ANGLE if _OF_ANGLES.search(name) else _OFF):
                 _warn(model, awaited, name, most)
         elsewhere = self._seen.union(*(other.unseen for other in self._awaited.values()))
         for name in sorted(unseen - elsewhere):  # a rule holds for all models of a call

@@ -57,6 +57,27 @@ def test_the_first_that_come_are_told(amp: ModuleType, level: str) -> None:
     assert not session.guard.targets.are_awaited
 
 
+class Diffusion(Detector):
+    def forward(self, x: Tensor, timesteps: Any = None, positions: Any = None) -> Tensor:
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("name", ["timesteps", "positions"])
+def test_times_and_positions_are_told_where_they_are_off_by_a_tenth(
+    amp: ModuleType, name: str
+) -> None:
+    """Of which a model takes sines; a corner of a box may be off by as much."""
+    between = torch.tensor([700.18, 3.0])  # float16 has 700 and 700.5
+    model = amp.initialize(Diffusion(), opt_level="O2", verbosity=0)
+    (message,) = warned(model, X, **{name: between})
+    assert f"got {name!r} of Diffusion.forward, which torch.float16 rounds by up to 0.18" in message
+    core.deactivate()
+    model = amp.initialize(Diffusion(), opt_level="O2", verbosity=0)
+    assert warned(model, X, **{name: between / 4}) == []
+    other = amp.initialize(Detector(), opt_level="O2", verbosity=0)
+    assert warned(other, X, between) == []
+
+
 @pytest.mark.parametrize("level", HALF)
 def test_what_the_warning_says_mends_it(amp: ModuleType, level: str) -> None:
     rules = {"inputs": {"gt_boxes": "off"}}
