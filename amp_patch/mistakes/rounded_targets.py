@@ -20,14 +20,15 @@ from amp_patch.did_you_mean import did_you_mean, meant
 from amp_patch.warn_once import warn_once
 from amp_patch.weights.kept_inputs import by_place, forward_of, has_part, names_of
 
+#: Angles are made of these, and sines of the angles: of 0.1 radian these are off by a tenth.
+_ANGLES = r"positions?|time(s|steps?|stamps?)?"
 _NAMES = re.compile(
     r"(^|[_.])(targets?|labels?|gt|ground_truth|b?box(es)?|keypoints?|landmarks?|y_true"
-    r"|positions?|coord(s|inates?)?|time(s|steps?|stamps?)?)([_.]|$)"
+    rf"|coord(s|inates?)?|{_ANGLES})([_.]|$)"
 )
+_NAMES_OF_ANGLES = re.compile(rf"(^|[_.])({_ANGLES})([_.]|$)")
 #: Off by so much they are told; probabilities are rounded by less.
 _OFF = 0.25
-#: Angles are made of these, and sines of the angles: of 0.1 radian these are off by a tenth.
-_OF_ANGLES = re.compile(r"(^|[_.])(positions?|time(s|steps?|stamps?)?)([_.]|$)")
 _OFF_AS_ANGLE = 0.1
 #: In so many training calls targets are waited for.
 _CALLS = 16
@@ -111,7 +112,7 @@ class RoundedTargets:
         for name, tensor in found:
             off[name] = max(off.get(name, 0.0), _rounded_by(tensor, awaited.half))
         for name, most in off.items():
-            if most >= (_OFF_AS_ANGLE if _OF_ANGLES.search(name) else _OFF):
+            if most >= (_OFF_AS_ANGLE if _NAMES_OF_ANGLES.search(name) else _OFF):
                 _warn(model, awaited, name, most)
         elsewhere = self._seen.union(*(other.unseen for other in self._awaited.values()))
         for name in sorted(unseen - elsewhere):  # a rule holds for all models of a call

@@ -54,13 +54,13 @@ class OpenPass(Protocol):
 
 
 class _Reading(threading.local):
-    """Whether what gets masters in this thread reads them only."""
+    """Whether what gets masters in this thread reads them only, see `only_read`."""
 
     is_on = False
 
     @contextlib.contextmanager
     def only(self) -> Iterator[None]:
-        """Who gets masters in this block writes to none, see `only_read`."""
+        """Who gets masters in this block writes to none."""
         before, self.is_on = self.is_on, True
         try:
             yield
@@ -69,14 +69,8 @@ class _Reading(threading.local):
 
 
 _reading = _Reading()
-
-
-def only_read() -> contextlib.AbstractContextManager[None]:
-    """Who gets masters in this block writes to none: a write to a half parameter is no second one.
-
-    So torch's functions that clip gradients take ``amp.master_params(optimizer)``.
-    """
-    return _reading.only()
+#: For torch's functions that clip: a write to a half parameter that follows is no second one.
+only_read = _reading.only
 
 
 class OptimizerBackward:

@@ -174,8 +174,7 @@ def layers_kept_by_name(model: nn.Module, dtype: torch.dtype | None) -> list[nn.
     return [
         module
         for module in model.modules()
-        if kept
-        and next(module.children(), None) is None
+        if next(module.children(), None) is None
         and (own := [param for param in module._parameters.values() if param is not None])
         and kept.issuperset(map(id, own))
     ]

@@ -356,7 +356,8 @@ class MasterWeights:
         read = [row for row, is_read in enumerate(unwritten) if is_read and wins[row]]
         for row in read:
             wins[row] = False
-        if not all(map(self._agree, read)):
+        # a device is waited for to compare: only until one is found
+        if not self._unseen.keeps_looking and not all(map(self._agree, read)):
             self._unseen.keep_looking()
 
     def _agree(self, row: int) -> bool:

@@ -68,7 +68,8 @@ FILLS_IN_FLOAT32: dict[str, Callable[[Tensor, float], Tensor]] = {
 }
 
 
-NUMBERS, LOWEST = [-1e9, 1e9, -1e5, 65504.0], torch.finfo(torch.float32).min
+LOWEST = torch.finfo(torch.float32).min
+NUMBERS = [-1e9, 1e9, -1e5, 65504.0, LOWEST]
 
 
 class Filled(nn.Module):
@@ -85,7 +86,7 @@ class Filled(nn.Module):
         return found
 
 
-@pytest.mark.parametrize("value", nightly_but([-1e9, 65504.0, LOWEST], [*NUMBERS, LOWEST]))
+@pytest.mark.parametrize("value", nightly_but([-1e9, 65504.0, LOWEST], NUMBERS))
 @pytest.mark.parametrize("level", [*HALF, *STORED])
 def test_a_number_beyond_the_range_is_the_nearest_within(
     amp: ModuleType, level: str, value: float

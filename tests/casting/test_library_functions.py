@@ -481,6 +481,22 @@ def test_no_living_modules_are_looked_for_where_nobody_holds_a_wrapper(
     assert searches == []
 
 
+def test_what_somebody_keeps_out_of_reach_is_looked_for_once(
+    amp: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torch.compile does, for as long as the process runs."""
+    monkeypatch.setattr(library_functions, "_wrapped", {})
+    searches: list[type] = []
+    monkeypatch.setattr(held_functions, "instances", lambda base: searches.append(base) or [])
+    kept = []
+    for _ in range(3):
+        amp.initialize(nn.Linear(2, 2), opt_level="O2", verbosity=0)
+        kept = kept or [F.normalize]  # a local variable is no place where one can be put back
+        amp.deactivate()
+    assert kept != [F.normalize]
+    assert searches == [nn.Module]
+
+
 def test_a_rule_that_comes_while_functions_cast_leaves_nothing_behind(
     amp: ModuleType, library: str
 ) -> None:
