@@ -58,6 +58,8 @@ class Region(TorchFunctionMode):
             args, kwargs = in_its_dtype(func.__name__, args, kwargs)
             return func(*args, **kwargs)
         dtype = self.dtype
+        if dtype in HALVES and func.__name__ in _FOR_NUMPY:
+            return func(*args, **kwargs)
         if func.__name__ in _NO_HALF or (
             func.__name__ in _FLOAT_ON_CPU and _on_cpu((args, kwargs))
         ):
@@ -242,7 +244,9 @@ def _own_name(path: str) -> str:
 # By name, for torch.compile cannot look functions up in a set, and what a patched function calls
 # is not always the object that stands in torch. Made at import, for a first use may be while it
 # traces.
-_COMPUTING = _names(targets.region_targets())
+# What NumPy is given counts as computed: it has no bfloat16.
+_FOR_NUMPY = frozenset({"numpy", "__array__"})
+_COMPUTING = _names(targets.region_targets()) | _FOR_NUMPY
 # The running statistics of a norm are written to, so a cast copy of them will not do.
 _FIRST_ARGUMENT = _names(targets.first_argument_targets())
 # No half kernel, on no device or not on the CPU: a half region runs these in fp32 there.

@@ -90,7 +90,8 @@ def _mend_of_half(message: str, place: Place) -> str | None:
     if NO_KERNEL.search(message):
         return (
             f"This is not computed in {dtype}: put `with amp.float_region():` around it, give it "
-            "x.float() in the place of x, and hand on y.to(x.dtype) behind it."
+            "x.float() in the place of x, and hand on y.to(x.dtype) behind it"
+            f"{_or_by_a_rule(place)}."
         )
     return None
 
@@ -141,6 +142,13 @@ def _mend_of_a_number(place: Place) -> str:
         "write torch.finfo(x.dtype).min with the x that is filled, for the minimum of float32 is "
         f"beyond it; or compute this in float32 by {in_float}"
     )
+
+
+def _or_by_a_rule(place: Place) -> str:
+    """Return what is added for a part of a model: the mend for code of a library."""
+    if not place.path:
+        return ""
+    return f"; or leave the code as it is, and compute the part in float32 by {_float_rule(place)}"
 
 
 def _float_rule(place: Place) -> str:

@@ -6,6 +6,7 @@ import functools
 import re
 import threading
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -218,6 +219,18 @@ def test_in_place_and_out_calls_conversions_and_views_are_left_alone(level):
     with amp.float_region():
         assert X.to(half).clone().dtype is half
     torch.testing.assert_close(x, (2 * (X + 1)).exp())
+
+
+def test_numpy_is_given_float32_by_a_float_region_alone(level):
+    """It has no bfloat16; in a half region it gets what is there, which may be float32."""
+    amp, half = level
+    x = torch.tensor([1.0, 2.5], dtype=half)
+    with amp.float_region():
+        for array in (x.numpy(), np.asarray(x)):
+            assert array.dtype == np.float32
+            assert array.tolist() == [1.0, 2.5]
+    with amp.half_region():
+        assert X.numpy().dtype == np.asarray(X).dtype == np.float32
 
 
 def test_what_the_user_passes_is_not_changed(level):

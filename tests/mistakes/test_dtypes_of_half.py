@@ -42,6 +42,8 @@ REFUSED_IN_BFLOAT16: dict[str, Callable[[Tensor], Any]] = {
     "view_as_complex is only": lambda x: torch._VF.view_as_complex(x.reshape(-1, 2)),
     "unsupported ScalarType": lambda x: x.detach().numpy(),
 }
+#: Of these what writes to a tensor that it is given, which no rule casts.
+WITH_OUT = {"Unsupported dtype", "either float or double", "Half, Float or Double tensors"}
 
 
 class Then(nn.Module):
@@ -222,6 +224,26 @@ def test_a_function_that_is_not_computed_in_half(amp: ModuleType, level: str, wo
     other = Then(mended)
     amp.initialize(other, opt_level=level, verbosity=0)
     other(torch.eye(4))
+
+
+@pytest.mark.parametrize(
+    ("level", "words"),
+    [
+        *product(HALF, sorted(set(REFUSED) - WITH_OUT)),
+        *product(["O5"], sorted(set(REFUSED_IN_BFLOAT16) - WITH_OUT)),
+    ],
+)
+def test_a_rule_of_the_part_mends_it_where_its_code_is_a_librarys(
+    amp: ModuleType, level: str, words: str
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Then({**REFUSED, **REFUSED_IN_BFLOAT16}[words]))
+    amp.initialize(model, opt_level=level, verbosity=0)
+    note = fail(lambda: model(X))
+    assert f"{MEND}; or leave the code as it is, and compute the part in float32 by " in note
+    assert "amp.initialize(..., rules={'modules': {'1': 'float'}})." in note
+    core.deactivate()
+    core.initialize(model, opt_level=level, verbosity=0, rules={"modules": {"1": "float"}})
+    model(torch.eye(4))
 
 
 @pytest.mark.parametrize("level", CASTING)
