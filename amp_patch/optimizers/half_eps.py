@@ -7,7 +7,10 @@ square is 0 in float16.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import torch
+from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
 from amp_patch.warn_once import warn_once
@@ -17,23 +20,54 @@ ROUNDS_TO_ZERO = 2.0**-25
 
 
 def warn_of_eps(optimizer: Optimizer) -> None:
-    """Warn, once, where an optimizer of torch is about to divide by 0."""
-    if not type(optimizer).__module__.startswith("torch.optim"):
-        return  # its state may be in float32
+    """Warn, once, where an optimizer is about to divide by 0.
+
+    Of one that is not torch's its state tells, which may be in float32: see `watch_first_step`.
+    """
     for group in optimizer.param_groups:
         eps = group.get("eps")
-        if not isinstance(eps, float) or eps > ROUNDS_TO_ZERO or _adds_in_float32(optimizer, group):
+        if not isinstance(eps, float) or eps > ROUNDS_TO_ZERO:
             continue
-        if any(one.dtype is torch.float16 and one.requires_grad for one in group["params"]):
+        halves = [one for one in group["params"] if one.dtype is torch.float16]
+        if any(one.requires_grad and _adds_in_half(optimizer, group, one) for one in halves):
             name = type(optimizer).__name__
+            module = "torch.optim." if _is_torchs(optimizer) else ""
             warn_once(
                 f"an optimizer that steps float16 weights needs an eps that float16 can hold; got "
                 f"{name} with eps={eps:g}, which is 0 there: a gradient of 0 makes NaN of its "
-                f"weight. Call torch.optim.{name}(..., eps=1e-4), or "
+                f"weight. Call {module}{name}(..., eps=1e-4), or "
                 "amp.initialize(..., opt_level='O2')."
             )
 
 
-def _adds_in_float32(optimizer: Optimizer, group: dict[str, object]) -> bool:
-    """Return whether it is one of torch's fused kernels, which compute in float32."""
-    return isinstance(optimizer, (Adam, AdamW)) and bool(group.get("fused"))
+def watch_first_step(optimizer: Optimizer) -> Callable[[], None]:
+    """Call `warn_of_eps` behind the first step of an optimizer that is not torch's.
+
+    Args:
+        optimizer: takes torch's hooks.
+
+    Returns:
+        What ends it before.
+    """
+    if _is_torchs(optimizer):
+        return lambda: None
+
+    def look(stepped: Optimizer, *_: object) -> None:
+        hook.remove()
+        warn_of_eps(stepped)
+
+    hook = optimizer.register_step_post_hook(look)
+    return hook.remove
+
+
+def _is_torchs(optimizer: Optimizer) -> bool:
+    return type(optimizer).__module__.startswith("torch.optim")
+
+
+def _adds_in_half(optimizer: Optimizer, group: Mapping[str, object], param: Tensor) -> bool:
+    """Tell whether an optimizer adds ``eps`` to float16 numbers of a parameter's state."""
+    if _is_torchs(optimizer):
+        # torch's fused kernels compute in float32
+        return not (isinstance(optimizer, (Adam, AdamW)) and group.get("fused"))
+    state = optimizer.state.get(param) or {}
+    return any(isinstance(one, Tensor) and one.dtype is torch.float16 for one in state.values())

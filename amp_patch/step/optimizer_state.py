@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from amp_patch.distributed.engines import is_zero
 from amp_patch.distributed.saved_masters import SavedMasters
-from amp_patch.optimizers.half_eps import warn_of_eps
+from amp_patch.optimizers.half_eps import warn_of_eps, watch_first_step
 
 from .held_params import HeldParams
 from .replaced_methods import takes_hooks
@@ -62,6 +62,8 @@ class OptimizerState:
             self._undo.append(hook.remove)
         else:  # a state that another optimizer has saved may bring another eps
             self._undo.append(optimizer.register_load_state_dict_post_hook(warn_of_eps).remove)
+            if held.steps_halves:
+                self._undo.append(watch_first_step(optimizer))
 
     def remove(self) -> None:
         """Undo all of it but `match`."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import math
 import warnings
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -66,6 +68,53 @@ def test_it_names_the_optimizer_and_what_mends_it(amp: ModuleType) -> None:
     message = r"got RMSprop with eps=1e-08, which is 0 there.*optim\.RMSprop\(\.\.\., eps=1e-4\)"
     with pytest.warns(UserWarning, match=message):
         amp.initialize(model, RMSprop(model.parameters()), opt_level="O3", verbosity=0)
+
+
+class Own(Optimizer):
+    """Adam's division, with state in the parameters' dtype or in another."""
+
+    def __init__(self, params: Any, state_dtype: torch.dtype | None = None) -> None:
+        super().__init__(params, {"eps": 1e-8})
+        self.state_dtype = state_dtype
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # torch overloads it
+        for param in self.param_groups[0]["params"]:
+            grad = param.grad.to(self.state_dtype or param.dtype)
+            square = self.state[param].setdefault("square", torch.zeros_like(grad))
+            square += grad * grad
+            param.data -= 0.1 * (grad / (square.sqrt() + 1e-8)).to(param.dtype)
+
+
+@pytest.mark.parametrize("state_dtype", [None, torch.float32])
+def test_of_an_optimizer_that_is_not_torchs_its_state_tells(
+    amp: ModuleType, state_dtype: torch.dtype | None
+) -> None:
+    """Behind the first step that is not skipped; the others are no longer looked at."""
+    model = nn.Linear(2, 2)
+    optimizer = Own(model.parameters(), state_dtype)
+    amp.initialize(model, optimizer, opt_level="O3", loss_scale="dynamic", verbosity=0)
+    told = []
+    for factor in (math.inf, 0.0, 0.0):
+        with amp.scale_loss(model(torch.ones(1, 2)).sum() * factor, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.step()
+        optimizer.zero_grad()
+        told.append(any("got Own with eps=1e-08, which is 0" in str(one.message) for one in caught))
+    becomes_nan = not all(param.isfinite().all() for param in model.parameters())
+    assert becomes_nan is (state_dtype is None)
+    assert told == [False, becomes_nan, False]
+    assert not optimizer._optimizer_step_post_hooks
+
+
+def test_a_deactivated_optimizer_is_watched_no_more(amp: ModuleType) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = Own(model.parameters())
+    before = dict(optimizer._optimizer_step_post_hooks)
+    amp.initialize(model, optimizer, opt_level="O3", verbosity=0)
+    amp.deactivate()
+    assert optimizer._optimizer_step_post_hooks == before
 
 
 @pytest.mark.parametrize("by", ["load_state_dict", "add_param_group"])
