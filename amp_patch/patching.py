@@ -35,8 +35,15 @@ def resolve_in(module: Any, name: str) -> tuple[object, str, Any]:
     """As `resolve`, for an attribute of a module (or its name), class or other object."""
     if isinstance(module, str):  # what is there need not be asked for by an import
         module = sys.modules.get(module) or module
-    if type(module) is types.ModuleType and name in vars(module):
-        return module, name, vars(module)[name]
+    if type(module) is types.ModuleType:
+        if name in vars(module):
+            return module, name, vars(module)[name]
+        head, _, method = name.partition(".")
+        # Hundreds are methods, for which wrapt would take most of the time of `amp.initialize`.
+        kind = vars(module).get(head)
+        for base in kind.__mro__ if isinstance(kind, type) else ():
+            if method in vars(base):
+                return kind, method, vars(base)[method]
     owner, name, value = resolve_path(module, name)
     return owner, name, value
 
@@ -68,8 +75,9 @@ class Patches:
     """
 
     def __init__(self) -> None:
-        # Owners are held weakly: a patched optimizer that the user drops must go.
-        self._undo: list[tuple[Callable[[], Any], str, Callable[[], Any], Callable[[], Any]]] = []
+        # Owners are held weakly: a patched optimizer that the user drops must go. The last says
+        # whether the two before it, what was there and what is there now, are, too.
+        self._undo: list[tuple[Callable[[], Any], str, Any, Any, bool]] = []
         self._originals: dict[int, tuple[Any, Any]] = {}
         self._left_alone: set[str] = set()
         self._users_only = False
@@ -85,11 +93,12 @@ class Patches:
                 may keep the owner, as its bound methods do. Then ``new`` must keep what it
                 replaces.
         """
-        keep = _reference_to if weakly else _holder_of
-        old, current = keep(vars(owner).get(name, _ABSENT)), keep(new)
+        old, current = vars(owner).get(name, _ABSENT), new
+        if weakly:
+            old, current = _reference_to(old), _reference_to(new)
         reference = _reference_to(owner)
         setattr(owner, name, new)
-        self._undo.append((reference, name, old, current))
+        self._undo.append((reference, name, old, current, weakly))
 
     def replace_bindings(
         self, replacements: Mapping[int, tuple[Any, Any]], *, users_only: bool = False
@@ -155,17 +164,16 @@ class Patches:
         return list(users)
 
     @staticmethod
-    def _restore(
-        reference: Callable[[], Any], name: str, old: Callable[[], Any], new: Callable[[], Any]
-    ) -> None:
+    def _restore(reference: Callable[[], Any], name: str, old: Any, new: Any, weakly: bool) -> None:
         owner = reference()
-        if owner is None or vars(owner).get(name, _ABSENT) is not new():
+        if weakly:
+            old, new = old(), new()
+        if owner is None or vars(owner).get(name, _ABSENT) is not new:
             return
-        original = old()
-        if original is _ABSENT:
+        if old is _ABSENT:
             delattr(owner, name)
         else:
-            setattr(owner, name, original)
+            setattr(owner, name, old)
 
 
 def set_class(objects: Iterable[Any], new: type[Any]) -> None:
@@ -209,11 +217,7 @@ def _reference_to(owner: Any) -> Callable[[], Any]:
     try:
         return weakref.ref(owner)
     except TypeError:
-        return _holder_of(owner)
-
-
-def _holder_of(value: Any) -> Callable[[], Any]:
-    return lambda: value
+        return lambda: owner
 
 
 def as_if_defined_at(function: Callable[..., Any], path: str) -> None:

@@ -9,6 +9,8 @@ from torch import nn
 from torch.utils import _pytree
 
 from amp_patch.casting import rules
+from amp_patch.casting.kept_wrappers import KeptWrappers
+from amp_patch.session import session
 
 HALVES = {"O1": torch.float16, "O4": torch.bfloat16}
 
@@ -52,7 +54,8 @@ def half_kernels_as_on_cuda():
     For casts and dtypes. Those of layer norm round more often than CUDA's.
     """
     as_cuda = {name: ("cpu",) for name, kinds in rules.ROUNDED_ONCE.items() if "cuda" in kinds}
-    with mock.patch.dict(rules.ROUNDED_ONCE, as_cuda):
+    made_anew = mock.patch.object(session.casts, "kept", KeptWrappers())
+    with mock.patch.dict(rules.ROUNDED_ONCE, as_cuda), made_anew:
         yield
 
 

@@ -6,14 +6,16 @@ wrapper does.
 
 from __future__ import annotations
 
+import functools
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
 from amp_patch.imported_modules import Replacements
 from amp_patch.patching import Patches, as_if_defined_at, resolve, resolve_in, stood_for
 
 from . import targets
+from .kept_wrappers import KeptWrappers
 
 Function = Callable[..., Any]
 # Takes a function, its rule, and whether no other rule acts inside of it.
@@ -26,6 +28,7 @@ def install(
     rules: Mapping[str, str],
     registered: Iterable[tuple[Any, str, str]],
     others: Mapping[str, Callable[[Function], Function]],
+    kept: KeptWrappers | None = None,
 ) -> tuple[Replacements, list[types.ModuleType]]:
     """Patch every function of `targets.rule_targets`, changed by what the user asked for.
 
@@ -38,11 +41,12 @@ def install(
         rules: dotted path -> rule; ``"off"`` casts nothing.
         registered: ``(module, name, rule)`` of functions anywhere; win over ``rules``.
         others: path -> what makes the replacement of a function of torch that has no rule.
+        kept: has the wrappers of torch's functions that ``wrap`` has made before, and gets others.
 
     Returns:
         ``id(original) -> (original, wrapper)``, and the modules that use torch.
     """
-    installation = _Installation(patches, wrap)
+    installation = _Installation(patches, wrap, kept)
     registered_rules, only_torchs = {}, True
     for module, name, rule in registered:
         found = resolve_in(module, name)
@@ -64,14 +68,29 @@ def install(
 
 
 def replace_by(
-    patches: Patches, make: Callable[[Function], Function], path: str
+    patches: Patches,
+    make: Callable[[Function], Function],
+    path: str,
+    kept: KeptWrappers | None = None,
 ) -> tuple[Any, Any]:
-    """Patch a function of torch by what ``make`` makes of it, and return both."""
+    """Patch a function of torch by what ``make`` makes of it, and return both.
+
+    Args:
+        patches: records it.
+        make: is kept with what it has made.
+        path: of the function.
+        kept: as `install` takes them.
+    """
     owner, name, original = resolve(path)
-    replacement: Any = make(original)
-    if isinstance(owner, type):
-        replacement.traced = make(calling(name))  # see `_Installation._make`
-    as_if_defined_at(replacement, path)
+
+    def replacement_of_it() -> Any:
+        made: Any = make(original)
+        if isinstance(owner, type):
+            made.traced = make(calling(name))  # see `_Installation._wrapped`
+        as_if_defined_at(made, path)
+        return made
+
+    replacement = _kept_or_made(kept, original, (make, path), replacement_of_it)
     patches.replace(owner, name, replacement)
     return original, replacement
 
@@ -84,10 +103,11 @@ class _Installation:
             may stand for its wrapper, and the path for a rule that there is none of.
     """
 
-    def __init__(self, patches: Patches, wrap: Wrap) -> None:
+    def __init__(self, patches: Patches, wrap: Wrap, kept: KeptWrappers | None) -> None:
         self.wrappers: dict[tuple[int, str, bool], tuple[Any, Any]] = {}
         self._patches = patches
         self._wrap = wrap
+        self._kept = kept
         self._made: set[int] = set()
 
     def replace(
@@ -114,7 +134,7 @@ class _Installation:
 
     def replace_by(self, make: Callable[[Function], Function], path: str) -> None:
         """Patch a function of torch by what ``make`` makes of it."""
-        original, replacement = replace_by(self._patches, make, path)
+        original, replacement = replace_by(self._patches, make, path, self._kept)
         self.wrappers[id(original), path, False] = original, replacement
 
     def bindings(self) -> Replacements:
@@ -145,18 +165,40 @@ class _Installation:
             wrapper: Any = type(original)(inside)
             self._made.add(id(wrapper))
             return wrapper
-        wrapper = self._wrap(original, rule, alone)
-        if isinstance(owner, type):
-            # What torch.compile traces for a method: it reaches the original by name only.
-            wrapper.traced = self._wrap(calling(name), rule, alone)
+        method = name if isinstance(owner, type) else None
+        make = functools.partial(self._wrapped, original, rule, alone, method)
+        wrapper = _kept_or_made(self._kept, original, (rule, alone, method), make)
         if path is not None:
             as_if_defined_at(wrapper, path)
         self._made.add(id(wrapper))
         return wrapper
 
+    def _wrapped(self, original: Any, rule: str, alone: bool, method: str | None) -> Any:
+        wrapper: Any = self._wrap(original, rule, alone)
+        if method is not None:
+            # What torch.compile traces for a method: it reaches the original by name only.
+            wrapper.traced = self._wrap(calling(method), rule, alone)
+        return wrapper
+
 
 def _is_torchs(function: Any) -> bool:
     return str(getattr(function, "__module__", "")).partition(".")[0] == "torch"
+
+
+def _kept_or_made(
+    kept: KeptWrappers | None, original: Any, key: Hashable, make: Callable[[], Any]
+) -> Any:
+    """Return the wrapper of a function that was kept, else a new one, see `KeptWrappers.get`."""
+    if kept is None or not _lives_on(original):
+        return make()
+    return kept.get(original, key, make)
+
+
+def _lives_on(function: Any) -> bool:
+    """Tell whether it is torch's own, and no replacement that somebody has put there."""
+    if isinstance(function, types.FunctionType):
+        return str(function.__globals__.get("__name__")).partition(".")[0] == "torch"
+    return isinstance(function, (types.BuiltinFunctionType, types.MethodDescriptorType))
 
 
 def _of_class(descriptor: types.ClassMethodDescriptorType) -> Function:

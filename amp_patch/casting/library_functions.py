@@ -8,6 +8,7 @@ is imported, or at once if it is; imports none. It must not know how a call is c
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import types
 import weakref
@@ -22,10 +23,14 @@ from amp_patch.patching import Patches, as_if_defined_at, resolve_in, when_impor
 from . import half_numbers, layer_forwards, library_rules, targets, written_values
 from .held_functions import HeldFunctions
 from .installation import calling, replace_by
+from .kept_wrappers import KeptWrappers
 from .library_casts import OWN_IN_FLOAT, WITHOUT_HALF, Rule, wrap
 from .meeting_dtypes import MEETINGS
 
 Pairs = dict[int, tuple[Any, Any]]
+
+#: Of torch's functions.
+_kept = KeptWrappers()
 
 #: Which do nothing before a model is stored in half, so that torch's functions and all methods wait
 #: for one; "logits" has its like among O1's casts.
@@ -60,6 +65,7 @@ class LibraryFunctions:
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._active = self._serves_half = False
         self._awaited: set[str] = set()
+        self._known_due: dict[tuple[str, bool], dict[str, Rule]] = {}
 
     def install(self) -> None:
         """Patch the functions of every imported module, and of the others when they come."""
@@ -103,7 +109,7 @@ class LibraryFunctions:
                 self._of_torch.update(self._patch(sys.modules[name], for_half=True))
         others = {**written_values.replacements_for_half(), **half_numbers.replacements()}
         for path, make in others.items():
-            original, replacement = replace_by(self._patches_for_half, make, path)
+            original, replacement = replace_by(self._patches_for_half, make, path, _kept)
             self._of_torch[id(original)] = original, replacement
         # A module that is imported from now on may bind one by its name.
         self._patches_for_half.expect_bindings(self._of_torch)
@@ -114,7 +120,7 @@ class LibraryFunctions:
     def _restore_for_half(self) -> None:
         self._patches_for_half.undo()
         layer_forwards.forget_half()
-        self._held.undo(_modules_of(self._models).values(), set(map(id, _wrapped.values())))
+        self._held.undo(_modules_of(self._models).values(), _kept.ids())
 
     def reach(self, models: Iterable[nn.Module]) -> None:
         """Patch the functions of torch that models in half hold, or their modules have imported.
@@ -139,11 +145,12 @@ class LibraryFunctions:
         self._of_torch = {}  # else each would be looked for, for something holds it
         self._patches.undo()
         self._restore_for_half()
-        _forget_held()
+        _kept.forget_held()
 
     def register(self, module: str, name: str, rule: Rule) -> None:
         """Add a rule for ``module.name``, for as long as this process runs."""
         self._rules.setdefault(module, {})[name] = rule
+        self._known_due.clear()
         if self._active:
             self._beneath(self._reinstall, True)
 
@@ -169,15 +176,11 @@ class LibraryFunctions:
         replaced: Pairs = {}
         patches = self._patches_for_half if for_half else self._patches
         is_torchs = is_left_alone(module.__name__)
-        for path, rule in _expanded(module, self._rules[module.__name__]).items():
-            # At O1 float16 counts a hub's neighbours no further either.
-            is_for_half = rule.casts in _FOR_HALF and rule.in_float not in OWN_IN_FLOAT
-            is_late = is_for_half and (is_torchs or "." in path)
-            if is_late is not for_half:
-                continue
+        for path, rule in _expanded(module, self._due(module.__name__, for_half)).items():
             with contextlib.suppress(AttributeError):  # another version of the library
                 owner, name, original = resolve_in(module, path)
-                wrapper: Any = (wrapped_once if is_torchs else wrap)(original, rule)
+                make = functools.partial(wrap, original, rule)
+                wrapper: Any = _kept.get(original, rule, make) if is_torchs else make()
                 if owner is Tensor:
                     wrapper.traced = wrap(calling(name), rule)
                 patches.replace(owner, name, wrapper)
@@ -186,27 +189,22 @@ class LibraryFunctions:
                     replaced[id(original)] = original, wrapper
         return replaced
 
+    def _due(self, module: str, for_half: bool) -> dict[str, Rule]:
+        """Return the rules for a module that wait for a model in half, or all others."""
+        key = module, for_half
+        if key not in self._known_due:
+            self._known_due[key] = {
+                path: rule
+                for path, rule in self._rules[module].items()
+                if _is_for_half(module, path, rule) is for_half
+            }
+        return self._known_due[key]
 
-# Torch's functions stay: each is wrapped by the first initialize that casts it, for all to come.
-_wrapped: dict[tuple[Any, Rule], Any] = {}
 
-
-def wrapped_once(original: Any, rule: Rule) -> Any:
-    """Return the wrapper that `wrap` made when it was asked for first."""
-    key = (original, rule)
-    if key not in _wrapped:
-        _wrapped[key] = wrap(original, rule)
-    return _wrapped[key]
-
-
-def _forget_held() -> None:
-    """Keep no wrapper to which anything else refers, such as what torch.compile has compiled.
-
-    All that can be put back has been; each `HeldFunctions.undo` would look for the rest in vain.
-    """
-    for key in list(_wrapped):
-        if sys.getrefcount(_wrapped[key]) > 2:  # the table's, and the argument's
-            del _wrapped[key]
+def _is_for_half(module: str, path: str, rule: Rule) -> bool:
+    # At O1 float16 counts a hub's neighbours no further either.
+    is_for_half = rule.casts in _FOR_HALF and rule.in_float not in OWN_IN_FLOAT
+    return is_for_half and (is_left_alone(module) or "." in path)
 
 
 def _modules_of(models: Iterable[nn.Module]) -> dict[str, types.ModuleType]:

@@ -180,8 +180,10 @@ class PatchedFunctions:
                 **written_values.replacements(),
                 **half_numbers.replacements(),
             }
+            # an observer hears of those alone that are made while it is there
+            kept = self._casts.kept if self._observer is None else None
             wrappers, users = installation.install(
-                self._casts.wrap, self._patches, self._rules, registered, others
+                self._casts.wrap, self._patches, self._rules, registered, others, kept
             )
             autocast_questions.trace(self._patches, {path: resolve(path)[2] for path in questions})
             self._held.install(wrappers, users, list(self._models))
@@ -191,4 +193,6 @@ class PatchedFunctions:
 
     def _restore(self) -> list[nn.Module]:
         """Put every function back; return the modules that held a patched one."""
-        return self._held.undo(self._patches.undo())
+        held = self._held.undo(self._patches.undo(), self._casts.kept.ids())
+        self._casts.kept.forget_held()
+        return held

@@ -33,6 +33,7 @@ from .argument_casts import (
     to_float,
 )
 from .cpu_convolutions import right_on_cpu
+from .kept_wrappers import KeptWrappers
 from .mode import FLOATS, HALVES, OFF, mode, process
 from .rules import ROUNDED_ONCE
 from .shared_casts import shared_cast
@@ -62,11 +63,13 @@ class Casts:
     Attributes:
         observer: called in the wrappers made from now on for every tensor that comes in the other
             dtype, with "Float->Half (name)" or "Half->Float (name)"; None calls nobody.
+        kept: has wrappers that no observer hears of.
     """
 
     def __init__(self, cache: WeightCache) -> None:
         self._cache = cache
         self.observer: Callable[[str], None] | None = None
+        self.kept = KeptWrappers()
         self._rules: dict[str, Callable[[Function], Function]] = {
             "half": functools.partial(self._casting, None),
             "bfloat16": functools.partial(self._casting, torch.bfloat16),

@@ -11,7 +11,7 @@ import cuda_on_cpu
 import pytest
 import torch
 from casting_support import activate
-from cuda_on_cpu.fake_gpu import Gpu
+from cuda_on_cpu.fake_gpu import Gpu, made_anew
 from support import nightly_but
 from torch import Tensor, nn
 from torch.autograd import forward_ad
@@ -20,7 +20,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from amp_patch.casting import fused_loss, library_casts, library_functions
+from amp_patch.casting import fused_loss
+from amp_patch.casting.kept_wrappers import KeptWrappers
 from amp_patch.casting.mode import casts_are_on
 from amp_patch.kernels import cuda_cross_entropy
 
@@ -403,7 +404,7 @@ def test_a_build_for_cuda_compiles_a_models_loss_in_one_graph(
     amp: ModuleType, monkeypatch: pytest.MonkeyPatch, level: str
 ) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(library_functions, "wrapped_once", library_casts.wrap)
+    monkeypatch.setattr(KeptWrappers, "get", made_anew)
     model = WithLoss()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from amp_patch import amp as core
 from amp_patch.casting import held_functions, library_functions, library_rules
+from amp_patch.casting.kept_wrappers import KeptWrappers
 from amp_patch.casting.library_casts import Rule, wrap
 from amp_patch.casting.mode import HALVES
 from amp_patch.casting.targets import no_half_targets
@@ -470,14 +471,16 @@ def test_no_living_modules_are_looked_for_where_nobody_holds_a_wrapper(
     amp: ModuleType, monkeypatch: pytest.MonkeyPatch, level: str
 ) -> None:
     """To find them takes a tenth of a second, and wrappers are kept for the next initialize."""
-    monkeypatch.setattr(library_functions, "_wrapped", {})  # tests hold some: what they compiled
+    monkeypatch.setattr(
+        library_functions, "_kept", KeptWrappers()
+    )  # tests hold some: what they compiled
     searches: list[type] = []
     monkeypatch.setattr(held_functions, "instances", lambda base: searches.append(base) or [])
     model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
     model = amp.initialize(model, opt_level=level, verbosity=0)
     model(torch.randn(3, 2)).sum().backward()
     amp.deactivate()
-    assert library_functions._wrapped
+    assert library_functions._kept.ids()
     assert searches == []
 
 
@@ -485,7 +488,7 @@ def test_what_somebody_keeps_out_of_reach_is_looked_for_once(
     amp: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As torch.compile does, for as long as the process runs."""
-    monkeypatch.setattr(library_functions, "_wrapped", {})
+    monkeypatch.setattr(library_functions, "_kept", KeptWrappers())
     searches: list[type] = []
     monkeypatch.setattr(held_functions, "instances", lambda base: searches.append(base) or [])
     kept = []

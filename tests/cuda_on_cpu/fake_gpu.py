@@ -1,14 +1,21 @@
 """Makes CPU tensors pass for a GPU's, so that the host side of the CUDA path runs without one."""
 
+from collections.abc import Callable, Hashable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
-from amp_patch.casting import library_functions
-from amp_patch.casting.library_casts import wrap
+from amp_patch.casting.kept_wrappers import KeptWrappers
 from amp_patch.kernels import choice, cuda_module
 from amp_patch.warn_once import warn_once
 from cuda_on_cpu.launcher import EmulatedModules
+
+
+def made_anew(_: KeptWrappers, function: Any, key: Hashable, make: Callable[[], Any]) -> Any:
+    """Stand for `KeptWrappers.get`."""
+    return make()
 
 
 class Gpu:
@@ -21,7 +28,7 @@ class Gpu:
         monkeypatch.setattr(choice, "_IS_CUDA", self.is_cuda)
         warn_once.reset()
         monkeypatch.setattr(torch.version, "cuda", "13.0")
-        monkeypatch.setattr(library_functions, "wrapped_once", wrap)  # by what a build has
+        monkeypatch.setattr(KeptWrappers, "get", made_anew)  # by what a build has
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         # where torch is built for CUDA its optimizers would ask the driver for the stream
         for kind in ("cuda", "accelerator"):
