@@ -164,6 +164,19 @@ class Entry:
             )
             self.has_memory = True
 
+    def doubt(self) -> None:
+        """The parameter may be written to, and its version will not tell."""
+        self.version = _NO_VERSION
+
+    @torch.no_grad()
+    def recast(self) -> bool:
+        """Cast a parameter again that was written to; return False where somebody would see it."""
+        if not self.is_free():
+            return False
+        self.cast.copy_(self.param)
+        self.version = self.param._version
+        return True
+
     @torch.no_grad()
     def revive(self) -> None:
         """Cast the parameter again, into new memory, which the model's casts keep from now on."""

@@ -68,6 +68,20 @@ class WeightCache:
         for group in [*self._groups.values()]:
             group.stale = True
 
+    def doubt(self, param: nn.Parameter) -> None:
+        """A weight may be about to be written to in a way that moves no version.
+
+        Its next use casts it anew.
+        """
+        owner = self._owners.get(id(param))
+        if owner is None or owner.group.stale:
+            return
+        with self._lock:
+            owner.group.frozen.pop(id(param), None)
+            entry = owner.group.entries.get(id(param))
+            if entry is not None:
+                entry.doubt()
+
     def begin_backward(self) -> None:
         """Let the casts that no graph reads give their memory back.
 
@@ -186,10 +200,10 @@ class WeightCache:
             return self._cache(param, dtype, group)
 
     def _use(self, entry: Entry) -> Tensor | None:
-        """Return an entry's cast, or one that is equal; None where the parameter was written to."""
+        """Return an entry's cast, or one that is equal; None where one has to be made anew."""
         if not entry.has_memory:
             entry.revive()
-        if entry.version != entry.param._version:
+        if entry.version != entry.param._version and not entry.recast():
             return None
         if not entry.uses_left:
             return self._cache(entry.param, entry.dtype, entry.group, equal=entry.cast)
