@@ -46,6 +46,12 @@ class Versions:
         """The user is given all values."""
         self.given, self.given_at = list(zip(params, values, strict=True)), next(_COUNT)
 
+    def give_again(self, rows: Sequence[int], params: Sequence[int], values: Sequence[int]) -> None:
+        """Parameters equal now what the user was given of them."""
+        for row, *versions in zip(rows, params, values, strict=True):
+            self.given[row] = (versions[0], versions[1])
+        self.given_at = next(_COUNT)
+
     def end_giving(self) -> None:
         """The user writes to none of them any more, and parameters equal them."""
         self.given, self.given_at = [], next(_COUNT)

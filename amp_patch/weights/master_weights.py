@@ -228,10 +228,42 @@ class MasterWeights:
         with torch.inference_mode(False), torch._C._DisableFuncTorch():
             self._note_moved()
             self._compare().forget()
-            self.reconcile()
-            self._note_equal()
-            if self._exposed is not None:
-                self._note_exposed()
+            wins = self._masters_that_win(self._versions_of(self._masters))
+            rows = [row for row, master_wins in enumerate(wins) if master_wins]
+            self._show_masters(sorted({*rows, *self._written_alike()}))
+
+    def _written_alike(self) -> list[int]:
+        """Return the rows of half parameters that were written to what their masters are."""
+        if self._exposed is None:
+            return []
+        versions = enumerate(zip(self.weight_versions(), self._exposed, strict=False))
+        return [row for row, (now, then) in versions if now != then and self._agree(row)]
+
+    def _show_masters(self, rows: Sequence[int]) -> None:
+        """Round these masters into their half parameters.
+
+        What the user has written to the others waits for the step. Who puts it back before that,
+        as after an evaluation of averaged weights, finds the masters' bits as they were.
+        """
+        if not rows:
+            return
+        masters, params = (
+            [column[row] for row in rows] for column in (self._masters, self._params)
+        )
+        self.agreements += 1
+        comparison = self._compare()
+        if len(rows) < len(self._masters):
+            comparison = kernels.Comparison(self._local(masters), self._local(params))
+        comparison.reconcile(lambda: [True] * len(rows))
+        now = self._versions_of(masters)
+        for row, version in zip(rows, now, strict=True):
+            self._versions.equal[row] = version
+        self._unseen.note(self._local(masters))
+        if self._exposed is not None:
+            halves = self._versions_of(params)
+            for row, version in zip(rows, halves, strict=True):
+                self._exposed[row] = version
+            self._versions.give_again(rows, halves, now)
 
     def _is_written(self) -> bool:
         if self._versions_of(self._masters) != self._versions.equal:

@@ -130,6 +130,61 @@ def test_a_forward_without_gradients_reads_them_and_training_goes_on(
     training.assert_forward_reads(training.state())
 
 
+READS: dict[str, Callable[[Training], object]] = {
+    "nothing": lambda training: None,
+    "all": lambda training: [one.norm() for one in training.amp.master_params(training.optimizer)],
+    "one, and writes one": lambda training: (
+        next(training.amp.master_params(training.optimizer)),
+        write_one(training),
+    ),
+}
+
+
+def copy_by_version(param: Tensor, value: Tensor) -> None:
+    with torch.no_grad():
+        param.copy_(value)
+
+
+def copy_by_data(param: Tensor, value: Tensor) -> None:
+    param.data.copy_(value)
+
+
+@LEVELS
+@pytest.mark.parametrize(
+    ("put", "steps"), [(copy_by_version, 1), (copy_by_version, 20), (copy_by_data, 1)]
+)
+@pytest.mark.parametrize("read", sorted(READS))
+def test_half_weights_that_are_changed_for_a_forward_leave_the_masters_as_they_were(
+    amp: ModuleType, level: str, put: Callable[[Tensor, Tensor], None], steps: int, read: str
+) -> None:
+    """As for an evaluation of averages, or an attack; also where the masters were read."""
+    training = Training(amp, level, False)
+    for _ in range(steps):
+        training.step()
+    READS[read](training)
+    training.model(training.inputs)
+    before = [master.clone() for master in training.masters]
+    params = list(training.model.parameters())
+    kept = [param.detach().clone() for param in params]
+    for param, value in zip(params, kept, strict=True):
+        put(param, value * 0.5)
+    other = model_of().to(HALVES[level])
+    other.load_state_dict(
+        {
+            name: value * 0.5
+            for name, value in zip(dict(training.model.named_parameters()), kept, strict=True)
+        }
+    )
+    expected = other(training.inputs.to(HALVES[level])).float()
+    for _ in range(2):
+        assert torch.equal(training.model(training.inputs), expected)
+    for param, value in zip(params, kept, strict=True):
+        put(param, value)
+    training.model(training.inputs)
+    assert all(map(torch.equal, training.masters, before))
+    assert all(map(torch.equal, training.model.state_dict().values(), before))
+
+
 @LEVELS
 def test_a_compiled_forward_reads_them(amp: ModuleType, level: str) -> None:
     training = Training(amp, level, False)
