@@ -25,7 +25,7 @@ from torch.optim.optimizer import (
 
 from . import arguments, kernels
 from .backward_passes import BackwardPasses
-from .casting import torch_compile, torch_sites
+from .casting import data_reads, torch_compile, torch_sites
 from .casting.library_functions import LibraryFunctions
 from .casting.mode import ALL_DEVICES, mode, process
 from .casting.patched_functions import PatchedFunctions
@@ -274,6 +274,7 @@ class Session:
         on_error.callback(self.deactivate)
         torch_compile.make_tables()
         torch_sites.install(self._torch_patches, self.guard.replacements())
+        data_reads.install(self._torch_patches, self.cache.doubt, self.store.note_set)
         self.guard.follow_imports(self._torch_patches)
         torch_compile.compile_nothing_of_ours_alone(self._torch_patches)
         torch_compile.trace_into_regions(self._torch_patches)
@@ -444,6 +445,7 @@ def _read_state(
 
 def _before_state(model: nn.Module, prefix: str, keep_vars: bool) -> None:
     session.models.follow_late_modules(model)
+    session.optimizers.show_writes()
 
 
 def _before_load(model: nn.Module, *_: Any) -> None:

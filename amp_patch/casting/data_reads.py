@@ -1,7 +1,7 @@
-"""Tells who reads the ``.data`` of a parameter, for a write through it moves no version.
+"""Tells who reads or sets the ``.data`` of a parameter, for a write by it moves no version.
 
 ``self.weight.data *= self.mask`` in a layer's forward comes behind the first layer's use of its
-own weight, with which all of the model's weights are cast. Knows nothing of casts.
+own weight, with which all of the model's weights are cast. Knows nothing of casts and of masters.
 """
 
 from __future__ import annotations
@@ -12,19 +12,26 @@ from torch import Tensor, nn
 
 from amp_patch.patching import Patches, resolve_in
 
+Tell = Callable[[nn.Parameter], object]
 
-def install(patches: Patches, tell: Callable[[nn.Parameter], object]) -> None:
-    """Have ``tell(param)`` called before each ``param.data``.
+
+def install(patches: Patches, tell_of_read: Tell, tell_of_set: Tell) -> None:
+    """Have these called with a parameter before each ``param.data`` and ``param.data = tensor``.
 
     Args:
         patches: undoes it.
-        tell: must read no ``.data`` itself.
+        tell_of_read: must read no ``.data`` itself.
+        tell_of_set: must set none.
     """
     _, name, original = resolve_in(nn.Parameter, "data")
 
     def read(param: nn.Parameter) -> Tensor:
-        tell(param)
+        tell_of_read(param)
         value: Tensor = original.__get__(param)
         return value
 
-    patches.replace(nn.Parameter, name, property(read, original.__set__, doc=original.__doc__))
+    def set_to(param: nn.Parameter, value: Tensor) -> None:
+        tell_of_set(param)
+        original.__set__(param, value)
+
+    patches.replace(nn.Parameter, name, property(read, set_to, doc=original.__doc__))

@@ -19,7 +19,6 @@ from amp_patch.patching import Patches, resolve
 
 from . import (
     autocast_questions,
-    data_reads,
     half_numbers,
     installation,
     layer_forwards,
@@ -174,7 +173,6 @@ class PatchedFunctions:
         try:
             torch_compile.install(self._patches)
             layer_forwards.install(self._patches)
-            data_reads.install(self._patches, self._casts.doubt)
             registered = self._registered.values()
             questions = autocast_questions.replacements()
             others = {

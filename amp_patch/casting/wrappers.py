@@ -85,10 +85,6 @@ class Casts:
             "off": lambda function: function,
         }
 
-    def doubt(self, param: torch.nn.Parameter) -> None:
-        """See `WeightCache.doubt`."""
-        self._cache.doubt(param)
-
     def wrap(self, function: Function, rule: str, alone: bool = False) -> Function:
         """Return ``function`` with its arguments cast by ``rule`` while casts are on.
 

@@ -81,14 +81,18 @@ class _Value:
             if index < len(versions.given):
                 versions.given[index] = None
 
-    def wins(self, param: Tensor) -> bool:
-        """Return whether the parameter has to follow the value, see `FP32Values`."""
+    def wins(self, param_now: int) -> bool:
+        """Return whether the parameter has to follow the value, see `FP32Values`.
+
+        Args:
+            param_now: see `FP32Values.version_of`.
+        """
         version = version_of(self.value)
         last, index = max(self.noted, key=lambda noted: noted[0].given_at)
         given = last.given[index] if index < len(last.given) else None  # one may have come since
         if given is not None:
             param_then, value_then = given
-            return version_of(param) == param_then or version != value_then
+            return param_now == param_then or version != value_then
         return all(versions.equal[index] != version for versions, index in self.noted)
 
 
@@ -114,18 +118,21 @@ class FP32Values:
     Attributes:
         loads: how often values were set from a state dict.
         handed_out: what state dicts have got since the models were used.
+        sets: how often the ``.data`` of each half parameter was set, by its id.
         sums: see `UnseenWrites`.
     """
 
     def __init__(self) -> None:
         self.loads = 0
         self.sums: dict[int, tuple[int, int]] = {}
+        self.sets: dict[int, int] = {}
         self.handed_out = HandedOut(self._take_over)
         self.clear()
 
     def clear(self) -> None:
         """Forget every value."""
         self.sums.clear()
+        self.sets.clear()
         self._values: MutableMapping[Tensor, _Value] = WeakTensorKeyDictionary()
         self._came_in: MutableMapping[Tensor, torch.dtype] = WeakTensorKeyDictionary()
         self._stored: MutableMapping[Tensor, None] = WeakTensorKeyDictionary()
@@ -149,6 +156,18 @@ class FP32Values:
             entry.noted += known.noted
         self._values[param] = entry
         self._came_in.pop(param, None)  # it is trained now
+
+    def note_set(self, param: Tensor) -> None:
+        """A script sets ``param.data``, which moves no version."""
+        if param.dtype in HALVES:
+            self.sets[id(param)] = self.sets.get(id(param), 0) + 1
+
+    def version_of(self, param: Tensor) -> int:
+        """Return a number that each write to a half parameter moves, but one by its ``.data``.
+
+        What is set as its ``.data`` does.
+        """
+        return version_of(param) + self.sets.get(id(param), 0)
 
     def holds(self, param: Tensor) -> bool:
         """Return whether there is an fp32 value of a parameter."""
@@ -179,14 +198,14 @@ class FP32Values:
         """Note the versions of a parameter's value elsewhere than in ``versions`` from now on."""
         entry = self._values.get(param)
         if entry is not None:
-            wins = entry.wins(param)
+            wins = entry.wins(self.version_of(param))
             entry.noted = [(other, i) for other, i in entry.noted if other is not versions]
             if not entry.noted:
                 entry.noted.append((Versions([-1 if wins else version_of(entry.value)]), 0))
 
     def wins(self, param: Tensor) -> bool:
         """Return whether a parameter has to follow its fp32 value, and not the reverse."""
-        return bool(self._values[param].wins(param))
+        return bool(self._values[param].wins(self.version_of(param)))
 
     def set_converted(self, param: Tensor, value: Tensor) -> None:
         """As `set`, for a parameter converted just now; until `end_conversion` nothing writes."""
@@ -242,7 +261,7 @@ class FP32Values:
         else:
             value = detached(entry.value).to(param.device, torch.float32)
             rounded = value.to(param.dtype)
-            if not (entry.wins(param) or same_numbers(rounded, param)):
+            if not (entry.wins(self.version_of(param)) or same_numbers(rounded, param)):
                 value = torch.where(rounded == param, value, param.float())
         came_in = None if param.requires_grad else self._came_in.get(param)
         if came_in is not None and _can_hold(came_in, value):

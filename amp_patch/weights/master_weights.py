@@ -119,7 +119,7 @@ class MasterWeights:
 
     def weight_versions(self) -> list[int]:
         """Return the versions of the half parameters, which tell of writes to them."""
-        return self._versions_of(self._params)
+        return self._half_versions(self._params)
 
     def follow(self, were_written: bool) -> None:
         """Others had the masters in hand: they may hold their numbers elsewhere now.
@@ -260,7 +260,7 @@ class MasterWeights:
             self._versions.equal[row] = version
         self._unseen.note(self._local(masters))
         if self._exposed is not None:
-            halves = self._versions_of(params)
+            halves = self._half_versions(params)
             for row, version in zip(rows, halves, strict=True):
                 self._exposed[row] = version
             self._versions.give_again(rows, halves, now)
@@ -385,12 +385,11 @@ class MasterWeights:
             wins: whether each parameter is to follow its master; brought up to date.
         """
         unwritten = self._unseen.unwritten(self._local(self._masters))
-        read = [row for row, is_read in enumerate(unwritten) if is_read and wins[row]]
-        for row in read:
+        for row in [row for row, is_read in enumerate(unwritten) if is_read and wins[row]]:
             wins[row] = False
-        # a device is waited for to compare: only until one is found
-        if not self._unseen.keeps_looking and not all(map(self._agree, read)):
-            self._unseen.keep_looking()
+            if not self._agree(row):
+                self._values.note_set(self._params[row])
+                self._unseen.keep_looking()
 
     def _agree(self, row: int) -> bool:
         param, master = self._params[row], self._masters[row]
@@ -536,6 +535,12 @@ class MasterWeights:
     def _versions_of(self, tensors: list[Tensor]) -> list[int]:
         """Return what `version_of` does of parameters or masters."""
         return look_up(version_of if self._are_spread else _VERSION, tensors)
+
+    def _half_versions(self, params: list[Tensor]) -> list[int]:
+        """Return what `FP32Values.version_of` does of half parameters."""
+        if self._values.sets:
+            return list(map(self._values.version_of, params))
+        return self._versions_of(params)
 
     def _follow_devices(self) -> None:
         """``model.to(device)`` after initialize moves the parameters: masters and state follow."""

@@ -49,11 +49,6 @@ class UnseenWrites:
         """Note what this rank holds of the masters: all that was written to them is known."""
         self._sums.update(self._sums_of(local))
 
-    @property
-    def keeps_looking(self) -> bool:
-        """Whether it looks in all later steps, for the script writes so."""
-        return self._steps_left > _FIRST_STEPS
-
     def keep_looking(self) -> None:
         """Look in all later steps, too: the script writes so."""
         self._steps_left = sys.maxsize

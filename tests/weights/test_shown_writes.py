@@ -149,10 +149,22 @@ def copy_by_data(param: Tensor, value: Tensor) -> None:
     param.data.copy_(value)
 
 
+def set_data(param: Tensor, value: Tensor) -> None:
+    param.data = value.clone()
+
+
+#: With steps before them. Behind more than 16 steps a write in place by ``.data`` is not seen.
+PUTS = [
+    (copy_by_version, 1),
+    (copy_by_version, 20),
+    (copy_by_data, 1),
+    (set_data, 1),
+    (set_data, 20),
+]
+
+
 @LEVELS
-@pytest.mark.parametrize(
-    ("put", "steps"), [(copy_by_version, 1), (copy_by_version, 20), (copy_by_data, 1)]
-)
+@pytest.mark.parametrize(("put", "steps"), PUTS)
 @pytest.mark.parametrize("read", sorted(READS))
 def test_half_weights_that_are_changed_for_a_forward_leave_the_masters_as_they_were(
     amp: ModuleType, level: str, put: Callable[[Tensor, Tensor], None], steps: int, read: str
@@ -183,6 +195,50 @@ def test_half_weights_that_are_changed_for_a_forward_leave_the_masters_as_they_w
     training.model(training.inputs)
     assert all(map(torch.equal, training.masters, before))
     assert all(map(torch.equal, training.model.state_dict().values(), before))
+
+
+def saved(model: nn.Module) -> list[Tensor]:
+    return list(model.state_dict().values())
+
+
+def copied(model: nn.Module) -> list[Tensor]:
+    return [param.detach() for param in copy.deepcopy(model).parameters()]
+
+
+@LEVELS
+@pytest.mark.parametrize(("put", "steps"), PUTS)
+@pytest.mark.parametrize("taken", [saved, copied])
+def test_what_is_saved_of_half_weights_that_are_changed_is_the_change(
+    amp: ModuleType,
+    level: str,
+    put: Callable[[Tensor, Tensor], None],
+    steps: int,
+    taken: Callable[[nn.Module], list[Tensor]],
+) -> None:
+    """As averages are put in the weights' place to save them; also where the masters were read."""
+    training = Training(amp, level, False)
+    for _ in range(steps):
+        training.step()
+    READS["all"](training)
+    values = [param.detach() * 0.5 for param in training.model.parameters()]
+    for param, value in zip(training.model.parameters(), values, strict=True):
+        put(param, value)
+    for value, found in zip(values, taken(training.model), strict=True):
+        assert torch.equal(found, value.float())
+
+
+@LEVELS
+@pytest.mark.parametrize("taken", [saved, copied])
+def test_a_write_to_a_master_by_its_data_is_saved_without_a_forward(
+    amp: ModuleType, level: str, taken: Callable[[nn.Module], list[Tensor]]
+) -> None:
+    """As of Lookahead, in the first steps."""
+    training = Training(amp, level, False)
+    training.step()
+    for master in training.masters:
+        master.data.mul_(0.3)
+    assert all(map(torch.equal, taken(training.model), training.masters))
+    assert any(map(torch.Tensor.any, training.masters))
 
 
 @LEVELS
