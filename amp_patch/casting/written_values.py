@@ -1,11 +1,11 @@
-"""Values that are written to a part of a tensor come in its dtype.
+"""Values that are written to a tensor, or to a part of it, come in its dtype.
 
-``out[mask] = y`` and ``out.index_add_(0, index, y)`` take one dtype. Where functions cast (O1, O4),
-and in a model that is stored in half (O2, O3, O5), a script that was right in float32 meets two:
-``out`` is of ``torch.zeros``, and ``y`` of a product. So the values are cast, as torch itself does
-it for ``out[2:4] = y`` and ``out.copy_(y)``. torch.autocast leaves such a write to fail. A number
-comes within the range, see `half_numbers`. Knows the mode of the thread, and nothing of the rules
-of functions.
+``out[mask] = y``, ``out.index_add_(0, index, y)`` and ``out.addmm_(x, y)`` take one dtype. Where
+functions cast (O1, O4), and in a model that is stored in half (O2, O3, O5), a script that was right
+in float32 meets two: ``out`` is of ``torch.zeros``, and ``y`` of a product. So the values are cast,
+as torch itself does it for ``out[2:4] = y`` and ``out.copy_(y)``. torch.autocast leaves such a write
+to fail. A number comes within the range, see `half_numbers`. Knows the mode of the thread, and
+nothing of the rules of functions.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ _WRITES = (
     "scatter_add_",
     "scatter_reduce_",
 )
+#: Methods of Tensor that add a product of two tensors to it.
+_PRODUCTS = ("addbmm_", "addmm_", "addmv_", "baddbmm_")
 #: Methods of Tensor, and functions of torch, that write to a copy of their first argument.
 _WRITES_TO_A_COPY = (
     "index_add",
@@ -57,7 +59,7 @@ _OTHERS: dict[Any, frozenset[torch.dtype]] = {
 
 def replacements() -> dict[str, Callable[[Function], Function]]:
     """Return, for each path of a function, what makes its replacement where functions cast."""
-    names = (*_WRITES, *_WRITES_TO_A_COPY)
+    names = (*_WRITES, *_PRODUCTS, *_WRITES_TO_A_COPY)
     paths = [f"torch.Tensor.{name}" for name in names]
     paths += [f"torch.{name}" for name in _WRITES_TO_A_COPY]
     return dict.fromkeys(paths, _casting)
@@ -70,13 +72,17 @@ def replacements_for_half() -> dict[str, Callable[[Function], Function]]:
 
 
 def _casting(original: Function) -> Function:
+    values_at = 1 if original.__name__ in _PRODUCTS else -1  # else places come before them
+
     @leave_out  # between two graphs torch would compile it for each kind of write
     @functools.wraps(original)
     def write(*args: Any, **kwargs: Any) -> Any:
         target: Any = args[0] if args else kwargs.get("input")
         found = getattr(target, "dtype", None)
-        # as most often: the values come last, in the tensor's own dtype
-        if len(args) > 1 and isinstance(args[-1], Tensor) and args[-1].dtype is found:
+        # as most often: in the tensor's own dtype
+        if len(args) > 1 and all(
+            isinstance(value, Tensor) and value.dtype is found for value in args[values_at:]
+        ):
             return original(*args, **kwargs)
         others = _OTHERS.get(found)
         if others is None or not (mode.stored is not None or casts_are_on()):
