@@ -3,9 +3,9 @@
 ``out[mask] = y``, ``out.index_add_(0, index, y)`` and ``out.addmm_(x, y)`` take one dtype. Where
 functions cast (O1, O4), and in a model that is stored in half (O2, O3, O5), a script that was right
 in float32 meets two: ``out`` is of ``torch.zeros``, and ``y`` of a product. So the values are cast,
-as torch itself does it for ``out[2:4] = y`` and ``out.copy_(y)``. torch.autocast leaves such a write
-to fail. A number comes within the range, see `half_numbers`. Knows the mode of the thread, and
-nothing of the rules of functions.
+as torch itself does it for ``out[2:4] = y`` and ``out.copy_(y)``. torch.autocast leaves such a
+write to fail. A number comes within the range, see `half_numbers`. Knows the mode of the thread,
+and nothing of the rules of functions.
 """
 
 from __future__ import annotations
