@@ -22,11 +22,13 @@ from amp_patch.weights.kept_inputs import by_place, forward_of, has_part, names_
 
 #: Angles are made of these, and sines of the angles: of 0.1 radian these are off by a tenth.
 _ANGLES = r"positions?|time(s|steps?|stamps?)?"
+#: And of these, as a whole name: the times of a diffusion or a flow.
+_ALONE = r"(^|\.)ts?$"
 _NAMES = re.compile(
     r"(^|[_.])(targets?|labels?|gt|ground_truth|b?box(es)?|keypoints?|landmarks?|y_true"
-    rf"|coord(s|inates?)?|{_ANGLES})([_.]|$)"
+    rf"|coord(s|inates?)?|{_ANGLES})([_.]|$)|{_ALONE}"
 )
-_NAMES_OF_ANGLES = re.compile(rf"(^|[_.])({_ANGLES})([_.]|$)")
+_NAMES_OF_ANGLES = re.compile(rf"(^|[_.])({_ANGLES})([_.]|$)|{_ALONE}")
 #: Off by so much they are told; probabilities are rounded by less.
 _OFF = 0.25
 _OFF_AS_ANGLE = 0.1

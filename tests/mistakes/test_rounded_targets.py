@@ -58,11 +58,13 @@ def test_the_first_that_come_are_told(amp: ModuleType, level: str) -> None:
 
 
 class Diffusion(Detector):
-    def forward(self, x: Tensor, timesteps: Any = None, positions: Any = None) -> Tensor:
+    def forward(
+        self, x: Tensor, timesteps: Any = None, positions: Any = None, t: Any = None, mt: Any = None
+    ) -> Tensor:
         return super().forward(x)
 
 
-@pytest.mark.parametrize("name", ["timesteps", "positions"])
+@pytest.mark.parametrize("name", ["timesteps", "positions", "t"])
 def test_times_and_positions_are_told_where_they_are_off_by_a_tenth(
     amp: ModuleType, name: str
 ) -> None:
@@ -74,6 +76,9 @@ def test_times_and_positions_are_told_where_they_are_off_by_a_tenth(
     core.deactivate()
     model = amp.initialize(Diffusion(), opt_level="O2", verbosity=0)
     assert warned(model, X, **{name: between / 4}) == []
+    core.deactivate()
+    model = amp.initialize(Diffusion(), opt_level="O2", verbosity=0)
+    assert warned(model, X, mt=between) == []  # not the whole name
     other = amp.initialize(Detector(), opt_level="O2", verbosity=0)
     assert warned(other, X, between) == []
 
