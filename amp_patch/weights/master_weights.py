@@ -516,6 +516,7 @@ class MasterWeights:
         known = self._values.loads, places
         if known != self._known:
             self._follow_devices()
+            self._follow_ties(places)
             self._known = known
             masters = self._local(self._masters)
             self._masters_at = self._places()
@@ -535,6 +536,22 @@ class MasterWeights:
     def _versions_of(self, tensors: list[Tensor]) -> list[int]:
         """Return what `version_of` does of parameters or masters."""
         return look_up(version_of if self._are_spread else _VERSION, tensors)
+
+    def _follow_ties(self, places: Sequence[int]) -> None:
+        """``out.weight.data = emb.weight.data`` after initialize ties masters as it ties weights.
+
+        Else each would be stepped by its own gradient, and the last to be rounded would be there.
+        """
+        first: dict[Any, int] = {}
+        for row, (param, place) in enumerate(zip(self._params, places, strict=True)):
+            other = first.setdefault((place, param.shape, param.stride()), row)
+            if other == row or not param.numel() or is_spread(param):
+                continue
+            one, two = self._masters[row], self._masters[other]
+            if one.data_ptr() != two.data_ptr():
+                # the half weight's own master has bits beyond those of the weight
+                kept, left = (two, one) if self._agree(other) else (one, two)
+                set_data(left, kept.data)
 
     def _half_versions(self, params: list[Tensor]) -> list[int]:
         """Return what `FP32Values.version_of` does of half parameters."""

@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import numbers_like, scaled_backward
 from torch import Tensor, nn
-from torch.optim import SGD, Adagrad, Optimizer
+from torch.optim import SGD, Adagrad, AdamW, Optimizer
+
+from amp_patch import amp as core
 
 HALVES = {"O2": torch.float16, "O5": torch.bfloat16}
 LEVELS = pytest.mark.parametrize("level", HALVES)
@@ -448,3 +450,36 @@ def test_an_average_that_changes_places_with_the_masters_is_evaluated(
         for kept, master in zip(trained, training.masters, strict=True):
             master.copy_(kept)
     training.assert_forward_reads(dict(zip(names, trained, strict=True)))
+
+
+@LEVELS
+@pytest.mark.parametrize(
+    ("optimizer_of", "fused"),
+    [(SGD, False), (SGD, True), (AdamW, False), (AdamW, True), (Adagrad, False)],
+)
+def test_weights_that_are_tied_by_their_data_afterwards_train_as_those_tied_before(
+    amp: ModuleType, level: str, optimizer_of: type[Optimizer], fused: bool
+) -> None:
+    found = []
+    for is_tied_before in (True, False):
+        torch.manual_seed(0)
+        table, middle, out = nn.Embedding(6, 4), nn.Linear(4, 4), nn.Linear(4, 6, bias=False)
+        model = nn.Sequential(table, middle, nn.Tanh(), out)
+        if is_tied_before:
+            out.weight.data = table.weight.data
+        optimizer = optimizer_of(model.parameters(), lr=0.1)  # type: ignore[call-arg]  # all have it
+        amp.initialize(
+            model, optimizer, opt_level=level, fused_step=fused, loss_scale=64.0, verbosity=0
+        )
+        if not is_tied_before:
+            out.weight.data = table.weight.data
+        for _ in range(4):
+            places = torch.arange(6)
+            scaled_backward(amp, nn.functional.cross_entropy(model(places), places), optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([value.clone() for value in model.state_dict().values()])
+        assert torch.equal(found[-1][0], found[-1][-1])
+        core.deactivate()
+        assert table.weight.data_ptr() == out.weight.data_ptr()
+    assert all(map(torch.equal, *found))
