@@ -7,11 +7,13 @@ names of their classes; imports neither, and never changes what it was given.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from .mode import FLOATS
@@ -26,7 +28,8 @@ def cast_object(item: Any, dtype: torch.dtype, cast: Cast) -> Any:
     features that were cast. Anything else that has a method ``to`` is asked for ``to(dtype)``, of
     a copy: some objects convert themselves in place. Its integers, masks and float64 tensors stay
     as they are. Where that raises (a method for devices only) or changes nothing, the very object
-    is returned; so are modules and classes.
+    is returned; so are modules and classes, and what holds a module or an optimizer: a trainer,
+    say, whose ``to`` would convert the weights and their optimizer's state.
 
     Args:
         item: neither a tensor nor a container of tensors.
@@ -39,7 +42,31 @@ def cast_object(item: Any, dtype: torch.dtype, cast: Cast) -> Any:
     if isinstance(item, (nn.Module, type)) or not callable(getattr(item, "to", None)):
         return item
     convert = _converter(type(item))
-    return _by_its_own_method(item, dtype) if convert is None else convert(item, dtype, cast)
+    if convert is not None:
+        return convert(item, dtype, cast)
+    return item if _holds_a_model(item, _DEPTH) else _by_its_own_method(item, dtype)
+
+
+#: How far what a trainer holds is looked for: its attributes, and what is in these.
+_DEPTH = 3
+#: Of a container so many are looked at: each call of a model looks.
+_MOST_ITEMS = 64
+
+
+def _holds_a_model(value: Any, depth: int) -> bool:
+    """Tell whether a module or an optimizer is in an object's attributes, or in what these hold."""
+    if isinstance(value, (nn.Module, Optimizer)):
+        return True
+    held: Iterable[Any]
+    if isinstance(value, Mapping):
+        held = value.values()
+    elif isinstance(value, (list, tuple)):
+        held = value
+    else:
+        held = () if isinstance(value, (Tensor, type)) else getattr(value, "__dict__", {}).values()
+    return depth > 0 and any(
+        _holds_a_model(one, depth - 1) for one in itertools.islice(held, _MOST_ITEMS)
+    )
 
 
 class _FloatsAlone(TorchFunctionMode):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import threading
 import types
 import weakref
 from collections import OrderedDict
@@ -72,7 +71,8 @@ class ReplacedMethods:
 
     def __init__(self) -> None:
         self._patches = Patches()
-        self._undone = threading.Event()
+        # Of one place, and no threading.Event: Ctrl-C in the code of that leaves its lock taken.
+        self._undone = [False]
         self._by_name: dict[str, Callable[..., Any]] = {}
         self._is_in_original = False
 
@@ -109,7 +109,7 @@ class ReplacedMethods:
             alive = weak()
             # A scheduler that was built later still calls this, and what is released may live on
             # until the garbage collector comes.
-            if alive is None or undone.is_set():
+            if alive is None or undone[0]:
                 return original(*args, **kwargs)
             return function(alive, original, *args, **kwargs)
 
@@ -137,5 +137,5 @@ class ReplacedMethods:
 
     def undo(self) -> None:
         """Put the optimizer's own methods back; what still holds a replacement reaches them."""
-        self._undone.set()
+        self._undone[0] = True
         self._patches.undo()

@@ -1,5 +1,7 @@
 """Objects that are no tensors: converted where they can be, left as they are where not."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Callable
 from types import ModuleType
@@ -11,6 +13,7 @@ from graph_libraries import dgl, torch_geometric
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
 
 from amp_patch.casting.foreign_objects import cast_object, has_more_neighbours
 from amp_patch.weights.half_model import cast_floats
@@ -107,6 +110,41 @@ def test_what_cannot_is_passed_as_it_is(item: Any) -> None:
     before = dict(vars(item))
     assert cast(item) is item
     assert all(vars(item)[name] is before[name] for name in before)
+
+
+class Trainer:
+    """Is passed along by a framework, and moves what it trains."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self.models: Any = {"model": model}
+        self.optimizer: Any = optimizer
+        self.x = torch.ones(2)
+
+    def to(self, *args: Any) -> Trainer:
+        for model in self.models.values() if isinstance(self.models, dict) else ():
+            model.to(*args)
+        self.x = self.x.to(*args)
+        return self
+
+
+class Holder(Trainer):
+    """Holds a trainer."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.models, self.optimizer, self.x = [trainer], None, torch.ones(2)
+
+
+def test_what_holds_a_model_or_an_optimizer_converts_neither() -> None:
+    model = nn.BatchNorm1d(2)
+    trainer = Trainer(model, SGD(model.parameters(), 0.1))
+    alone = Trainer(model, trainer.optimizer)
+    alone.models = {}
+    for item in (trainer, alone, Holder(trainer)):
+        assert cast(item) is item
+    assert model.weight.dtype is model.running_mean.dtype is torch.float32
+    alone.optimizer = None
+    converted = cast(alone)
+    assert converted.x.dtype is torch.float16
 
 
 class AllTensors:
