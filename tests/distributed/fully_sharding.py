@@ -225,7 +225,7 @@ def written_parts(level: str) -> dict[str, bool]:
     found = {}
     for number, place in enumerate(("state", "groups", "weights", "state as a whole")):
         _losses(model, optimizer)
-        stepped = list(amp.master_params(optimizer)) if place == "weights" else []
+        read = list(amp.master_params(optimizer)) if place == "weights" else []
         weights: dict[str, list[Any]] = {
             "groups": [param for group in optimizer.param_groups for param in group["params"]],
             "weights": list(model.parameters()),
@@ -236,6 +236,7 @@ def written_parts(level: str) -> dict[str, bool]:
                 (weight if "whole" in place else weight.to_local()).fill_(value)
             model(training.rows(0, 0, 1)[0])
         model.reshard()
+        stepped = amp.master_params(optimizer) if read else []  # what was written waits for it
         held = [*model.parameters(), *model.state_dict().values(), *stepped]
         found[place] = all(bool((one.to_local() == value).all()) for one in held)
     return found
