@@ -63,7 +63,8 @@ MAKERS = ("copy.copy(", "nn.Parameter(")
 METADATA = {"__doc__", "__module__", "__name__", "__qualname__", "__signature__", "__wrapped__"}
 # What it "stands_for" is asked by what wraps it once more. `custom_fwd` is answered by "custom".
 METADATA |= {"custom", "__prepare_scriptable__", "_dynamo_marked_constant", "stands_for"}
-METADATA |= {"_torchdynamo_disable", "_torchdynamo_disable_msg", "traced"}
+# TorchScript is not shown a hook of the drop-in that "is_not_scripted".
+METADATA |= {"is_not_scripted", "_torchdynamo_disable", "_torchdynamo_disable_msg", "traced"}
 
 Rule = Callable[[ast.Module], list[str]]
 

@@ -200,7 +200,8 @@ def _create_script_module(original: Callable[..., Any]) -> Callable[..., Any]:
 def _without_ours(hooks: dict[int, Any]) -> Iterator[None]:
     every = dict(hooks)
     for key, hook in every.items():
-        if getattr(hook, "__module__", "").partition(".")[0] == "amp_patch":
+        is_ours = getattr(hook, "__module__", "").partition(".")[0] == "amp_patch"
+        if is_ours or hasattr(hook, "is_not_scripted"):  # as hooks of the drop-in, named apex
             del hooks[key]
     try:
         yield

@@ -930,6 +930,20 @@ def test_models_are_traced_scripted_and_compiled(amp) -> None:
     assert compiled(x).dtype is torch.float16
 
 
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+def test_a_model_is_scripted_as_if_nothing_were_there(amp, level) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+    amp.initialize(model, opt_level=level, verbosity=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch deprecates all of TorchScript
+        scripted = torch.jit.script(model)
+    x = torch.randn(2, 3)
+    dtype = model[0].weight.dtype
+    expected = torch.ops.aten.linear(x.to(dtype), model[0].weight, model[0].bias).relu()
+    assert torch.equal(scripted(x.to(dtype)), expected)
+    assert model.forward(x).dtype is model(x).dtype  # the model's own is there again
+
+
 # -- the older interface ---------------------------------------------------------------------------
 
 

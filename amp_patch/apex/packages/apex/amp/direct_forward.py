@@ -66,6 +66,9 @@ def _begin(model: nn.Module, args: Any) -> None:
     begun.append(weakref.ref(model))
 
 
+_begin.is_not_scripted = True  # type: ignore[attr-defined]  # our own
+
+
 def _runs(owner: nn.Module, model: nn.Module) -> bool:
     """Tell whether a model whose hooks have run is the one whose forward this is.
 
