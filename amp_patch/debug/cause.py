@@ -6,10 +6,11 @@ Knows what was found, and nothing of how.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from amp_patch.scaling.scale_rule import ScaleRule
 
 from .ranges import Range
 
@@ -80,7 +81,7 @@ class Cause:
         result, operands, inputs, weights: ranges of the operator's result and arguments, the
             arguments of the module and its own parameters.
         note: further words.
-        is_static: whether the loss scale never moves.
+        scaling: the rule by which the loss scale moves.
         zero_eps: of a weight, the eps of its optimizer, where that is 0 in the weight's dtype.
         in_half: of a loss, an operator that the script computes in half, "" for none.
         spoiled_by: of a loss that is not finite, the first operator whose saved tensors show it.
@@ -112,7 +113,7 @@ class Cause:
     inputs: tuple[Range, ...] = ()
     weights: tuple[Range, ...] = ()
     note: str = ""
-    is_static: bool = False
+    scaling: ScaleRule = ScaleRule()
     zero_eps: float | None = None
     in_half: str = ""
     spoiled_by: str = ""
@@ -171,10 +172,11 @@ class Cause:
 
     def advice(self) -> str:
         """Return what mends it, in a sentence or two."""
-        if self.is_loss_scale:
-            return _of_loss_scale(self)
         is_large = self.is_large or (self.fits is not None and 0.0 < self.fits < 1.0)
-        advice = _of_large_loss(self) if is_large else _ADVICE[self.where](self)
+        if self.is_loss_scale:
+            advice = _of_loss_scale(self)
+        else:
+            advice = _of_large_loss(self) if is_large else _ADVICE[self.where](self)
         if not self._diverges:
             return advice
         return (
@@ -218,14 +220,20 @@ class Cause:
 def _of_loss_scale(cause: Cause) -> str:
     fits = cause.fits or 1.0
     fact = f"It is only the loss scale: a scale of {fits:g} is no overflow."
-    if cause.is_static:
+    if not cause.scaling.dynamic:
         return (
             f"{fact} Yours is static, so every step that it is too high for is skipped. Call "
             f"amp.initialize(..., loss_scale={fits:g}), or give loss_scale='dynamic', which comes "
             "there by itself."
         )
-    count = round(math.log2(cause.scale / fits))
-    steps = f"{count} step{'s' * (count != 1)}"
+    skips = cause.scaling.overflows_until(cause.scale, fits)
+    if skips is None:
+        floor = cause.scaling.min_loss_scale
+        return (
+            f"{fact} Yours stays at min_loss_scale={floor:g}: leave that out of "
+            "amp.initialize(...), and a dynamic scale comes there by itself."
+        )
+    steps = f"{skips} step{'s' * (skips != 1)}"
     return (
         f"{fact} A dynamic scale comes there by itself, with {steps} skipped. "
         f"To skip none, call amp.initialize(..., max_loss_scale={fits:g})."

@@ -6,6 +6,8 @@ open file) is not seen.
 
 from __future__ import annotations
 
+import contextlib
+import operator
 import pickle
 import random
 import sys
@@ -95,7 +97,8 @@ def _kind_of(value: Any) -> _Kind | None:
             return kind
     # what torch keeps in objects, of buckets and shards, say, is its own matter
     is_own = not is_left_alone(type(value).__module__)
-    return _OBJECT if is_own and hasattr(value, "__dict__") else None
+    has_attributes = hasattr(value, "__dict__") or bool(_slots_of(type(value)))
+    return _OBJECT if is_own and has_attributes else None
 
 
 def _has_memory(tensor: Tensor) -> bool:
@@ -188,14 +191,43 @@ def _are_same_pairs(value: Mapping[Any, Any], contents: Mapping[Any, Any]) -> bo
     return _are_same(value, contents) and _are_same(value.values(), contents.values())
 
 
+def _slots_of(kind: type) -> list[str]:
+    """Return the names of the attributes that instances of a class keep in ``__slots__``."""
+    members = [one for base in kind.__mro__ for one in vars(base).items()]
+    return [name for name, member in members if type(member) is types.MemberDescriptorType]
+
+
+def _read_object(value: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the attributes of an object, and those that it keeps in slots."""
+    slots = {}
+    for name in _slots_of(type(value)):
+        with contextlib.suppress(AttributeError):  # one that was never set
+            slots[name] = object.__getattribute__(value, name)
+    return dict(getattr(value, "__dict__", {})), slots
+
+
+def _is_same_object(value: Any, contents: tuple[dict[str, Any], dict[str, Any]]) -> bool:
+    return all(map(_are_same_pairs, _read_object(value), contents))
+
+
+def _write_object(value: Any, contents: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    attributes, slots = contents
+    if hasattr(value, "__dict__"):
+        _write_others(vars(value), attributes)
+    for name in _read_object(value)[1].keys() - slots.keys():
+        object.__delattr__(value, name)
+    for name, item in slots.items():
+        patching.put(value, name, item)
+
+
 _TENSOR = _Kind(_read_tensor, _is_same_tensor, _write_tensor)
 _ARRAY = _Kind(lambda one: one.copy(), lambda one, old: bool((one == old).all()), _write_array)
 _MAPPING = _Kind(dict, _are_same_pairs, _write_others, lambda contents: contents.values())
 _OBJECT = _Kind(
-    lambda one: dict(vars(one)),
-    lambda one, contents: _are_same_pairs(vars(one), contents),
-    lambda one, contents: _write_others(vars(one), contents),
-    lambda contents: contents.values(),
+    _read_object,
+    _is_same_object,
+    _write_object,
+    lambda contents: [*contents[0].values(), *contents[1].values()],
 )
 _KINDS: dict[type, _Kind] = {
     tuple: _Kind(tuple, _are_same, lambda one, contents: None, tuple),
@@ -203,6 +235,7 @@ _KINDS: dict[type, _Kind] = {
     deque: _Kind(list, _are_same, _write_queue, list),
     set: _Kind(list, _are_same, _write_others, list),
     dict: _MAPPING,
+    bytearray: _Kind(bytes, operator.eq, _write_list),
     random.Random: _of_state(lambda one: one.getstate(), lambda one, state: one.setstate(state)),
     torch.Generator: _of_state(lambda one: one.get_state(), _set_state),
 }

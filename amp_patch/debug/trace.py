@@ -162,8 +162,8 @@ class Tracer(StepObserver):
         self.overflows += 1
         self._looked_at = self.recorded.passes
         try:
-            is_static = not session.scalers[scaler_id].rule.dynamic
-            cause = replace(find(), is_static=is_static, growth=self._growth())
+            scaling = session.scalers[scaler_id].rule
+            cause = replace(find(), scaling=scaling, growth=self._growth())
         except Exception as error:
             # To trace must not end a training that goes on without.
             cause = Cause("unknown", 1.0, note=f"The second run raised {error!r}.")

@@ -39,6 +39,18 @@ class ScaleRule:
     min_loss_scale: float = 2.0**-24
     max_loss_scale: float = 2.0**24
 
+    def overflows_until(self, scale: float, wanted: float) -> int | None:
+        """Return how many overflows in a row bring a scale down to a wanted one, or below it.
+
+        None where the floor is above that.
+        """
+        if wanted < self.min_loss_scale:
+            return None
+        count = self.hysteresis - 1
+        while scale > wanted:
+            scale, count = max(scale * self.backoff_factor, self.min_loss_scale), count + 1
+        return count
+
     def __post_init__(self) -> None:
         for name, (holds, words, example) in _LIMITS.items():
             value = getattr(self, name)

@@ -610,6 +610,34 @@ def test_the_steps_that_a_dynamic_scale_needs_are_counted_from_its_first_overflo
     assert f"with {steps} steps skipped" in cause.advice()
 
 
+@pytest.mark.parametrize(
+    "options", [{"hysteresis": 3}, {"backoff_factor": 0.1}, {"min_loss_scale": 1024.0}]
+)
+def test_the_scales_own_rule_counts_the_steps_that_it_needs(amp, options: dict[str, float]) -> None:
+    model, optimizer = prepared(amp, nn.Linear(WIDTH, WIDTH), "O2", loss_scale="dynamic", **options)
+
+    def is_skipped() -> bool:
+        train(amp, model, optimizer, lambda outputs: (outputs + 1.0).mean() * 5e4, steps=1)
+        return bool(amp.step_was_skipped(optimizer))
+
+    found = [is_skipped()]
+    advice = the_cause(amp).advice()
+    if "min_loss_scale" in options:
+        assert "Yours stays at min_loss_scale=1024: leave that out" in advice
+        return
+    found += [is_skipped() for _ in range(30)]
+    assert f"with {sum(found)} steps skipped" in advice
+    assert found == sorted(found, reverse=True)  # no later one
+
+
+def test_a_scale_that_meets_weights_which_grew_is_told_of_the_learning_rate_first() -> None:
+    cause = Cause("backward", 65536.0, fits=8.0, growth=100.0)
+    assert cause.is_loss_scale
+    assert cause.advice().startswith("The model's largest weight is 100 times")
+    assert "If it does not: it is only the loss scale" in cause.advice()
+    assert replace(cause, growth=1.0).advice().startswith("It is only the loss scale")
+
+
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 def test_an_exponential_that_float32_cannot_hold_is_advised_to_subtract(amp, level: str) -> None:
     def by_hand(outputs: Tensor) -> Tensor:

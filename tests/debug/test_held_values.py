@@ -20,6 +20,20 @@ from torch import Tensor, nn
 from amp_patch.debug.held_values import HeldValue
 
 
+class Slotted:
+    __slots__ = ("__hidden", "count")
+
+    def __init__(self) -> None:
+        self.count = 0.0
+        self.__hidden = 0
+
+
+class SlottedCounter(Slotted):
+    """Keeps its attributes in slots, of which one is not set."""
+
+    __slots__ = ("late",)
+
+
 @dataclass
 class Counter:
     """What a script may keep in a class of its own."""
@@ -48,6 +62,11 @@ def _count(held: Any, x: Tensor) -> float:
     return float(held.count)
 
 
+def _count_bytes(held: bytearray, x: Tensor) -> float:
+    held[0] += 1
+    return 0.1 * held[0]
+
+
 def _count_inside(held: Any, x: Tensor) -> float:
     return _count(held["first"][0], x)
 
@@ -65,6 +84,8 @@ HELD: dict[str, tuple[Callable[[], Any], Callable[[Any, Tensor], Any]]] = {
     "list": (list, _append),
     "queue": (lambda: deque(maxlen=3), _append),
     "object": (Counter, _count),
+    "object with slots": (SlottedCounter, _count),
+    "bytes": (lambda: bytearray(1), _count_bytes),
     "namespace": (lambda: SimpleNamespace(count=0.0), _count),
     "object in containers": (lambda: {"first": (Counter(),)}, _count_inside),
     "Generator": (lambda: np.random.default_rng(0), lambda held, x: held.random()),
@@ -103,6 +124,17 @@ def test_training_goes_on_bit_for_bit_whatever_modules_hold(amp, kind: str) -> N
         amp.deactivate()
     for plain, traced in zip(*states, strict=True):
         assert torch.equal(plain, traced)
+
+
+def test_an_attribute_in_a_slot_that_was_set_since_is_gone_again() -> None:
+    counter = SlottedCounter()
+    held = HeldValue(counter)
+    counter.count, counter.late, counter._Slotted__hidden = 1.0, 2, 3
+    assert not held.is_unchanged()
+    held.put_back()
+    assert held.is_unchanged()
+    assert (counter.count, counter._Slotted__hidden) == (0.0, 0)
+    assert not hasattr(counter, "late")
 
 
 class Averaging(nn.Module):
