@@ -165,7 +165,8 @@ def _refuse_half(model: nn.Module, stored: Collection[int]) -> None:
         if id(tensor) in stored:
             raise RuntimeError(
                 f"{found}{tensor.dtype}, which amp.initialize() has cast. Use what the first call "
-                "returned, or call amp.deactivate() before you initialize the model anew."
+                "returned, or call amp.deactivate() before you initialize the model anew. Models "
+                "that share a layer go into one call, amp.initialize([one, other], optimizers)."
             )
         if tensor.requires_grad:
             raise RuntimeError(

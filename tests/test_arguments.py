@@ -171,7 +171,8 @@ def test_a_model_that_was_cast_is_refused_with_what_to_call() -> None:
     message = (
         "models must come in float32, amp.initialize() casts them; got 'weight' in torch.float16, "
         "which amp.initialize() has cast. Use what the first call returned, or call "
-        "amp.deactivate() before you initialize the model anew."
+        "amp.deactivate() before you initialize the model anew. Models that share a layer go into "
+        "one call, amp.initialize([one, other], optimizers)."
     )
     with pytest.raises(RuntimeError, match=exactly(message)):
         arguments.models_of(model, stored={id(model.weight)})

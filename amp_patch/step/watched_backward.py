@@ -84,12 +84,14 @@ def tell_of_strays(optimizers: Sequence[OptimizerBackward]) -> None:
 def tell_of_leaf(loss: Tensor) -> None:
     """Warn, once, of a loss that is none of a model's results, but a tensor of the script's own.
 
-    Not of one with a hook, which may run the real backward, as where gradients are cached.
+    Not of one with a hook, which may run the real backward, as where gradients are cached. Nor of
+    0, which a script puts in the place of the loss of a batch without labels.
 
     Args:
         loss: without a graph, and requires grad.
     """
-    if not isinstance(loss, Parameter) and not loss._backward_hooks:
+    is_own = not isinstance(loss, Parameter) and not loss._backward_hooks
+    if is_own and bool(loss.detach().ne(0.0).any()):
         warn_once(
             "the loss of scale_loss() must be what the criterion returned, for its backward goes "
             "back to the weights; got a tensor without a graph that requires grad, as torch.tensor("

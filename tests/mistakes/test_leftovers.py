@@ -125,6 +125,18 @@ def test_a_loss_that_reaches_no_parameter_of_its_optimizer(
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+def test_a_zero_in_the_place_of_a_loss_is_none_of_these(amp: ModuleType, level: str) -> None:
+    """As of a batch without labels; warnings are errors here."""
+    model, optimizer = prepared(amp, level)
+    for number, inputs in enumerate(batches()):
+        loss = loss_of(model, inputs) if number % 2 else torch.tensor(0.0, requires_grad=True)
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
 @pytest.mark.parametrize(
     "make_leaf",
     [
