@@ -35,7 +35,22 @@ def custom_backward(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
             nodes = list(ast.walk(function))
             grads = _gradients(function, nodes)
             yield from _curved(nodes, grads)
-            yield from _constant(nodes, grads)
+            yield from _constant(nodes, grads) if _has(function, grads) else _unread(nodes)
+
+
+def _unread(nodes: list[ast.AST]) -> Iterator[tuple[ast.AST, str]]:
+    """Yield what a backward returns that reads nothing of what it gets, but for zeros."""
+    names = {_name(one) for one in nodes if isinstance(one, ast.Call)}
+    for node in () if any("zeros" in name for name in names) else nodes:
+        if isinstance(node, ast.Return) and not _is_none(node.value):
+            yield node, "a gradient that is not multiplied by the loss scale"
+
+
+def _is_none(value: ast.expr | None) -> bool:
+    """Return whether None is returned, for one argument or for several."""
+    if isinstance(value, ast.Tuple):
+        return all(map(_is_none, value.elts))
+    return value is None or isinstance(value, ast.Constant) and value.value is None
 
 
 def _gradients(function: ast.FunctionDef, nodes: list[ast.AST]) -> set[str]:
