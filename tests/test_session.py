@@ -21,6 +21,7 @@ import torch_snapshot
 from support import nightly_but, scaled_backward
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from amp_patch.casting import torch_sites, wrappers
 from amp_patch.casting.mode import OFF, process
@@ -550,6 +551,36 @@ def test_a_deactivate_after_one_that_was_interrupted_ends_it(
         assert users_module.table == before
         assert users_module.mm is before["mm"]
     assert torch_snapshot.differences(unpatched) == []
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_interrupt_between_two_hooks_leaves_none(
+    amp: ModuleType, monkeypatch: pytest.MonkeyPatch, level: str
+) -> None:
+    remove = RemovableHandle.remove
+    removals = 0
+
+    def remove_or_stop(handle: RemovableHandle) -> None:
+        nonlocal removals
+        removals += 1
+        if removals == at:
+            raise KeyboardInterrupt
+        remove(handle)
+
+    monkeypatch.setattr(RemovableHandle, "remove", remove_or_stop)
+    for at in range(1, 40):
+        removals = 0
+        model, optimizer = make()
+        expected = observed(model, optimizer)
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        try:
+            amp.deactivate()
+        except KeyboardInterrupt:
+            amp.deactivate()
+        else:
+            assert at > 3  # every hook has had its turn
+            break
+        assert observed(model, optimizer) == expected
 
 
 class Interrupted(nn.Module):

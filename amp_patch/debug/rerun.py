@@ -42,7 +42,6 @@ class Rerun:
     Attributes:
         watched: what it showed.
         model: the call's.
-        reached: the origins of those outputs of the forward that are not finite.
         lost: kinds of numbers that outputs of the first run held, and those of the forward do not.
         outputs: the tensors that the forward returned.
     """
@@ -62,7 +61,6 @@ class Rerun:
         self._stays = stays
         self._places = Places(names_of(model))
         self._watch = Watch(self._places, self.watched, model)
-        self.reached: list[Origin] = []
         self.lost: list[str] = []
         self.outputs: list[Tensor] = []
         self._inputs: Any = None
@@ -87,7 +85,6 @@ class Rerun:
             )
             self.outputs = tensors_in(outputs)
         self.lost = sorted(self._call.kinds - kinds_in(self.outputs))
-        self.reached = self._origins_of(self.outputs)
         return self._first(self.outputs)
 
     def backward(self, grads: Mapping[int, Tensor]) -> Origin | None:
@@ -160,12 +157,9 @@ class Rerun:
             yield
 
     def _first(self, tensors: Sequence[Tensor]) -> Origin | None:
-        found = [origin for origin in self._origins_of(tensors) if not origin.is_meant]
+        origins = map(self._watch.origin_of, tensors)
+        found = [origin for origin in origins if origin is not None and not origin.is_meant]
         return min(found, key=self.watched.origins.index, default=None)
-
-    def _origins_of(self, tensors: Sequence[Tensor]) -> list[Origin]:
-        """Return where those values came from that are not finite."""
-        return [origin for one in tensors if (origin := self._watch.origin_of(one)) is not None]
 
     def _dtype_after(self) -> torch.dtype | None:
         """Return what a module that computes in fp32 has to return: half, where no function casts.

@@ -381,18 +381,17 @@ def _may_join(left: Origin, together: Sequence[str]) -> bool:
     return not any(f"{module}.".startswith(f"{one}.") for one in together if one)
 
 
-def hidden(call: Call, one: Rerun, shown: Sequence[Origin]) -> Iterator[Cause]:
+def hidden(call: Call, one: Rerun) -> Iterator[Cause]:
     """Yield what came up in a forward, no gradient shows, and is finite in fp32.
 
     1 / inf is 0: no gradient tells of it. What fp32 makes as well is the script's own matter.
 
     Args:
         call: one that was run again.
-        one: that run.
-        shown: origins of which gradients do tell.
+        one: that run, of a pass that did not overflow.
     """
     for origin in list(one.watched.origins):
-        if origin.may_hide and not any(origin is other for other in shown):
+        if origin.may_hide:
             mend = _mend_inside(call, origin, lambda other: other.may_hide)
             if mend != "nothing":
                 yield _in_model(one, origin, 1.0, _Mended(mend))

@@ -195,11 +195,10 @@ class Tracer(StepObserver):
             for call in calls:
                 one = Rerun(call)
                 one.forward()
-                # a loss may hide what an output shows, and has not where the pass overflowed
-                shown = one.reached if last.number <= self._looked_at else []
-                found.hidden += [
-                    replace(cause, growth=self._growth()) for cause in hidden(call, one, shown)
-                ]
+                if last.number > self._looked_at:  # else gradients show it, and its cause is told
+                    found.hidden += [
+                        replace(cause, growth=self._growth()) for cause in hidden(call, one)
+                    ]
                 one.backward(from_outside(call, call.grads[last.number]))
                 root, path = root_of(one.model)
                 label = session.models.label_of(root)

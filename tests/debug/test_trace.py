@@ -837,6 +837,25 @@ def test_inf_that_no_gradient_shows_is_counted(amp) -> None:
     assert cause.rule == {"1.1": "float"}
 
 
+def test_inf_of_a_step_that_overflows_is_told_once(amp) -> None:
+    """As its cause, and not as one that no gradient shows, whatever came up before in the same."""
+
+    class Variance(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x * 200.0 + 500.0
+            spread = (x * x).mean(-1, keepdim=True) - x.mean(-1, keepdim=True) ** 2
+            return (x - x.mean(-1, keepdim=True)) / (spread + 1e-5).sqrt()
+
+    observer = Surveying()
+    detach = session.observers.attach(observer)
+    model, optimizer = prepared(amp, around(Variance(), after=1), "O2", loss_scale=2.0)
+    train(amp, model, optimizer)
+    detach()
+    assert amp.step_was_skipped(optimizer)
+    assert the_cause(amp).where == "forward"
+    assert observer.hidden == []
+
+
 def test_a_hidden_inf_of_weights_that_have_grown_is_a_matter_of_the_learning_rate(amp) -> None:
     observer = Surveying()
     detach = session.observers.attach(observer)
