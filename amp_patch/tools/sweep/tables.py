@@ -98,6 +98,9 @@ def remarks(comparison: Comparison) -> list[str]:
     for row in comparison.rows:
         for words in _skips(row):
             alike.setdefault(words, []).append(row.level)
+        words = _fewer_steps(row, comparison.reference)
+        if words:
+            alike.setdefault(words, []).append(row.level)
     lines = [f"{', '.join(levels)}: {words}" for words, levels in alike.items()]
     lines += _beginnings(comparison)
     if comparison.reference is None:
@@ -126,6 +129,16 @@ def _beginnings(comparison: Comparison) -> list[str]:
             "the runs draw other random numbers: seed all of them in the script."
         )
     return lines
+
+
+def _fewer_steps(row: Row, reference: Row | None) -> str:
+    """Return what is to be said of a level whose script has ended earlier, or later, by itself."""
+    if reference is None or row.verdict.kind != DEVIATES or row.steps == reference.steps:
+        return ""
+    return (
+        f"it made {row.steps} steps, and {REFERENCE} {reference.steps}: the script ends by itself, "
+        "as early stopping does, and the losses that are compared are of different steps."
+    )
 
 
 def _skips(row: Row) -> list[str]:

@@ -103,6 +103,21 @@ def test_colours_are_for_terminals_that_want_them(monkeypatch, color: bool) -> N
     assert ESCAPE not in shown_at(console_of(120))
 
 
+@pytest.mark.parametrize(
+    ("steps", "last", "is_told"), [(12, 5.0, True), (12, 1.0, False), (20, 5.0, False)]
+)
+def test_a_level_that_deviates_behind_fewer_steps_is_told_with_them(
+    steps: int, last: float, is_told: bool
+) -> None:
+    losses = [2.0] * (steps - 5) + [last] * 5
+    runs = [made_run("O0", [2.0] * 15 + [1.0] * 5), made_run("O1", losses)]
+    (told, *others) = [
+        line for line in tables.remarks(compared(runs, 0.05)) if "of different steps" in line
+    ] or [""]
+    assert not others
+    assert told.startswith("O1: it made 12 steps, and O0 20: ") is is_told
+
+
 def test_ranks_that_skip_other_steps_are_told() -> None:
     run = made_run("O1")
     run.unlike_skips = [4, 9]
