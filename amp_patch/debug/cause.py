@@ -27,6 +27,12 @@ _OF_ZERO = {
 _OF_DIGITS = {"log", "log10", "log1p", "log2", "pow", "rsqrt", "sqrt", "acos", "asin"}
 #: Operators of numbers from -1 to 1, which have no finite gradient at the ends.
 _OF_COSINES = {"acos", "asin", "atanh"}
+_OF_CAST_OUTPUTS = (
+    "Float16 cannot hold the gradients of what was cast, at any loss scale. Keep small what is "
+    "raised or exponentiated in the loss, as a log-variance by .clamp(max=10); or take opt_level "
+    "'O4', or leave what the model returns in float32: "
+    "amp.initialize(..., rules={'modules': {'': 'float'}})."
+)
 _OF_LARGE_LOSS = (
     "Float16 cannot hold the gradients of this loss even at a loss scale of 1: is the loss a sum "
     "where a mean would do?"
@@ -369,6 +375,8 @@ def _of_loss(cause: Cause) -> str:
         )
     if cause.rounded:
         return _of_rounded_outputs(cause)
+    if cause.operator == "cast" and cause.dtype == "float16":
+        return _OF_CAST_OUTPUTS
     if cause.dtype in ("float16", "bfloat16"):
         return _capital(in_float)
     return _of_what_is_seen(cause, in_float)

@@ -630,6 +630,27 @@ def test_the_scales_own_rule_counts_the_steps_that_it_needs(amp, options: dict[s
     assert found == sorted(found, reverse=True)  # no later one
 
 
+def test_gradients_that_meet_the_cast_of_outputs_are_advised_to_leave_these_in_float32(
+    amp,
+) -> None:
+    """As of a Kullback-Leibler divergence; a region around the loss leaves that cast as it is."""
+
+    def divergence(outputs: Tensor) -> Tensor:
+        return ((outputs.float() - outputs.float().detach() + 40.0).exp()).mean()
+
+    model, optimizer = prepared(amp, nn.Linear(WIDTH, WIDTH), "O1", loss_scale=2.0)
+    train(amp, model, optimizer, divergence)
+    assert amp.step_was_skipped(optimizer)
+    advice = the_cause(amp).advice()
+    assert "leave what the model returns in float32" in advice
+    assert "rules={'modules': {'': 'float'}}" in advice
+    amp.deactivate()
+    rules = {"modules": {"": "float"}}
+    model, optimizer = prepared(amp, nn.Linear(WIDTH, WIDTH), "O1", loss_scale=2.0, rules=rules)
+    train(amp, model, optimizer, divergence)
+    assert not amp.step_was_skipped(optimizer)
+
+
 def test_a_scale_that_meets_weights_which_grew_is_told_of_the_learning_rate_first() -> None:
     cause = Cause("backward", 65536.0, fits=8.0, growth=100.0)
     assert cause.is_loss_scale
