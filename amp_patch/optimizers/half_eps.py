@@ -8,6 +8,7 @@ square is 0 in float16.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -47,17 +48,23 @@ def watch_first_step(optimizer: Optimizer) -> Callable[[], None]:
         optimizer: takes torch's hooks.
 
     Returns:
-        What ends it before.
+        What ends it.
     """
-    if _is_torchs(optimizer):
+    halves = (
+        one.dtype is torch.float16 for group in optimizer.param_groups for one in group["params"]
+    )
+    if _is_torchs(optimizer) or not any(halves):
         return lambda: None
+    has_looked = False
 
     def look(stepped: Optimizer, *_: object) -> None:
-        hook.remove()
-        warn_of_eps(stepped)
+        # The hook stays: torch goes through all of them while this runs.
+        nonlocal has_looked
+        if not has_looked:
+            has_looked = True
+            warn_of_eps(stepped)
 
-    hook = optimizer.register_step_post_hook(look)
-    return hook.remove
+    return optimizer.register_step_post_hook(look).remove
 
 
 def _is_torchs(optimizer: Optimizer) -> bool:

@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch.optim import Adam, AdamW, Optimizer, RMSprop, SparseAdam
 
+from amp_patch.optimizers import half_eps
+
 KINDS = sorted(
     (
         kind
@@ -87,12 +89,17 @@ class Own(Optimizer):
 
 @pytest.mark.parametrize("state_dtype", [None, torch.float32])
 def test_of_an_optimizer_that_is_not_torchs_its_state_tells(
-    amp: ModuleType, state_dtype: torch.dtype | None
+    amp: ModuleType, monkeypatch: pytest.MonkeyPatch, state_dtype: torch.dtype | None
 ) -> None:
     """Behind the first step that is not skipped; the others are no longer looked at."""
+    looks: list[Optimizer] = []
+    look = half_eps.warn_of_eps
+    monkeypatch.setattr(half_eps, "warn_of_eps", lambda one: (looks.append(one), look(one)))
     model = nn.Linear(2, 2)
     optimizer = Own(model.parameters(), state_dtype)
     amp.initialize(model, optimizer, opt_level="O3", loss_scale="dynamic", verbosity=0)
+    steps: list[Any] = []
+    optimizer.register_step_post_hook(lambda *_: steps.append(1))  # torch goes through both
     told = []
     for factor in (math.inf, 0.0, 0.0):
         with amp.scale_loss(model(torch.ones(1, 2)).sum() * factor, optimizer) as scaled_loss:
@@ -105,7 +112,8 @@ def test_of_an_optimizer_that_is_not_torchs_its_state_tells(
     becomes_nan = not all(param.isfinite().all() for param in model.parameters())
     assert becomes_nan is (state_dtype is None)
     assert told == [False, becomes_nan, False]
-    assert not optimizer._optimizer_step_post_hooks
+    assert looks == [optimizer]
+    assert len(steps) == 2
 
 
 def test_a_deactivated_optimizer_is_watched_no_more(amp: ModuleType) -> None:
