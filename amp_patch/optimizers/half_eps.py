@@ -8,7 +8,6 @@ square is 0 in float16.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from itertools import chain
 
 import torch
 from torch import Tensor
