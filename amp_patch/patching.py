@@ -212,6 +212,11 @@ def put(holder: Any, key: Any, new: Any) -> None:
         object.__setattr__(holder, key, new)
 
 
+def take_away(holder: Any, name: str) -> None:
+    """Delete an attribute of an object, whatever its class overrides."""
+    object.__delattr__(holder, name)
+
+
 def _reference_to(owner: Any) -> Callable[[], Any]:
     """Return what returns an object, held weakly if it can be: a SimpleNamespace cannot."""
     try:

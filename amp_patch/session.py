@@ -445,7 +445,7 @@ def _read_state(
 
 def _before_state(model: nn.Module, prefix: str, keep_vars: bool) -> None:
     session.models.follow_late_modules(model)
-    session.optimizers.show_writes()
+    session.optimizers.note_writes()
 
 
 def _before_load(model: nn.Module, *_: Any) -> None:

@@ -12,16 +12,18 @@ from torch import Tensor, nn
 
 from amp_patch.patching import Patches, resolve_in
 
-Tell = Callable[[nn.Parameter], object]
 
-
-def install(patches: Patches, tell_of_read: Tell, tell_of_set: Tell) -> None:
-    """Have these called with a parameter before each ``param.data`` and ``param.data = tensor``.
+def install(
+    patches: Patches,
+    tell_of_read: Callable[[nn.Parameter], object],
+    tell_of_set: Callable[[nn.Parameter, Tensor], object],
+) -> None:
+    """Have these called before each ``param.data`` and ``param.data = tensor``.
 
     Args:
         patches: undoes it.
-        tell_of_read: must read no ``.data`` itself.
-        tell_of_set: must set none.
+        tell_of_read: gets the parameter; must read no ``.data`` itself.
+        tell_of_set: gets the tensor, too; must set none.
     """
     _, name, original = resolve_in(nn.Parameter, "data")
 
@@ -31,7 +33,7 @@ def install(patches: Patches, tell_of_read: Tell, tell_of_set: Tell) -> None:
         return value
 
     def set_to(param: nn.Parameter, value: Tensor) -> None:
-        tell_of_set(param)
+        tell_of_set(param, value)
         original.__set__(param, value)
 
     patches.replace(nn.Parameter, name, property(read, set_to, doc=original.__doc__))

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -44,29 +46,36 @@ def cast_object(item: Any, dtype: torch.dtype, cast: Cast) -> Any:
     convert = _converter(type(item))
     if convert is not None:
         return convert(item, dtype, cast)
-    return item if _holds_a_model(item, _DEPTH) else _by_its_own_method(item, dtype)
+    return item if _holds_a_model(item) else _by_its_own_method(item, dtype)
 
 
-#: How far what a trainer holds is looked for: its attributes, and what is in these.
-_DEPTH = 3
-#: Of a container so many are looked at: each call of a model looks.
-_MOST_ITEMS = 64
+#: In so many objects a model is looked for, and so many items of each: each call of a model looks.
+_MOST_LOOKS, _MOST_ITEMS = 64, 16
+#: What holds none.
+_HOLD_NOTHING = (Tensor, type(None), bool, int, float, str, bytes, type, FunctionType, ModuleType)
 
 
-def _holds_a_model(value: Any, depth: int) -> bool:
+def _holds_a_model(item: Any) -> bool:
     """Tell whether a module or an optimizer is in an object's attributes, or in what these hold."""
-    if isinstance(value, (nn.Module, Optimizer)):
-        return True
-    held: Iterable[Any]
-    if isinstance(value, Mapping):
-        held = value.values()
-    elif isinstance(value, (list, tuple)):
-        held = value
-    else:
-        held = () if isinstance(value, (Tensor, type)) else getattr(value, "__dict__", {}).values()
-    return depth > 0 and any(
-        _holds_a_model(one, depth - 1) for one in itertools.islice(held, _MOST_ITEMS)
-    )
+    waiting = deque([item])
+    for _ in range(_MOST_LOOKS):
+        if not waiting:
+            return False
+        for one in _held_by(waiting.popleft()):
+            if isinstance(one, (nn.Module, Optimizer)):
+                return True
+            if not isinstance(one, _HOLD_NOTHING):
+                waiting.append(one)
+    return False
+
+
+def _held_by(value: Any) -> Iterable[Any]:
+    """Return what an object or a container holds, by no code of its class: that may read files."""
+    if isinstance(value, dict):
+        return itertools.islice(dict.values(value), _MOST_ITEMS)
+    if isinstance(value, (list, tuple)):
+        return value[:_MOST_ITEMS] if type(value) in (list, tuple) else ()
+    return list(getattr(value, "__dict__", {}).values())
 
 
 class _FloatsAlone(TorchFunctionMode):

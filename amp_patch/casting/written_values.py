@@ -80,8 +80,11 @@ def _casting(original: Function) -> Function:
         target: Any = args[0] if args else kwargs.get("input")
         found = getattr(target, "dtype", None)
         # as most often: in the tensor's own dtype
+        values = args[values_at:]
+        if kwargs:
+            values += tuple([value for value in kwargs.values() if isinstance(value, Tensor)])
         if len(args) > 1 and all(
-            isinstance(value, Tensor) and value.dtype is found for value in args[values_at:]
+            isinstance(value, Tensor) and value.dtype is found for value in values
         ):
             return original(*args, **kwargs)
         others = _OTHERS.get(found)

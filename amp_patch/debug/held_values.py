@@ -192,9 +192,14 @@ def _are_same_pairs(value: Mapping[Any, Any], contents: Mapping[Any, Any]) -> bo
 
 
 def _slots_of(kind: type) -> list[str]:
-    """Return the names of the attributes that instances of a class keep in ``__slots__``."""
-    members = [one for base in kind.__mro__ for one in vars(base).items()]
-    return [name for name, member in members if type(member) is types.MemberDescriptorType]
+    """Return the names of the attributes that classes of Python's keep in ``__slots__``."""
+    return [
+        name
+        for base in kind.__mro__
+        if "__slots__" in vars(base)
+        for name, member in vars(base).items()
+        if type(member) is types.MemberDescriptorType
+    ]
 
 
 def _read_object(value: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -215,7 +220,7 @@ def _write_object(value: Any, contents: tuple[dict[str, Any], dict[str, Any]]) -
     if hasattr(value, "__dict__"):
         _write_others(vars(value), attributes)
     for name in _read_object(value)[1].keys() - slots.keys():
-        object.__delattr__(value, name)
+        patching.take_away(value, name)
     for name, item in slots.items():
         patching.put(value, name, item)
 

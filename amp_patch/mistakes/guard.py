@@ -91,7 +91,7 @@ class Guard:
             optimizers, scaler, make_scaling, make_pass, self.unprepared.forget
         )
         self._half_steps = HalfSteps()
-        self._copies = ExactCopies(store, models.in_half, optimizers.show_writes)
+        self._copies = ExactCopies(store, models.in_half, optimizers.note_writes)
         self.plain_averages = PlainAverages(optimizers.params)
         self.unsynced = Unsynced(lambda: self.backwards.begun)
         self.targets = RoundedTargets()

@@ -75,5 +75,6 @@ def _adds_in_half(optimizer: Optimizer, group: Mapping[str, object], param: Tens
     if _is_torchs(optimizer):
         # torch's fused kernels compute in float32
         return not (isinstance(optimizer, (Adam, AdamW)) and group.get("fused"))
-    state = optimizer.state.get(param) or {}
-    return any(isinstance(one, Tensor) and one.dtype is torch.float16 for one in state.values())
+    state = optimizer.state.get(param)
+    values = state.values() if isinstance(state, Mapping) else ()  # it may be anything there
+    return any(isinstance(one, Tensor) and one.dtype is torch.float16 for one in values)

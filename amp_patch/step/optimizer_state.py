@@ -112,13 +112,13 @@ class OptimizerState:
     def _states(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
         """Yield each parameter with its state.
 
-        A user's optimizer may keep more beside them; a `ZeroRedundancyOptimizer` that was loaded
-        has None for what other ranks step.
+        A user's optimizer may keep more beside them, or no dict for one; a
+        `ZeroRedundancyOptimizer` that was loaded has None for what other ranks step.
         """
         alive = [one() for one in self._optimizers]
         items = chain.from_iterable(one.state.items() for one in alive if one is not None)
         pairs = ((param, state) for param, state in items if isinstance(param, Tensor))
-        return ((param, state) for param, state in pairs if state is not None)
+        return ((param, state) for param, state in pairs if isinstance(state, dict))
 
     def _call_after_loads(self, optimizer: Optimizer, method: Callable[[], object]) -> None:
         call = _weakly(method)

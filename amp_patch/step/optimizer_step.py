@@ -287,6 +287,7 @@ class OptimizerStep:
 
     def _reconcile(self, masters: MasterWeights) -> None:
         """Make masters and half parameters agree, now or in the pass that steps them."""
+        masters.follow_ties()
         optimizer = self._optimizer()
         if self._fused is not None and optimizer is not None and self._fused.reconciles(optimizer):
             masters.reconcile_later()

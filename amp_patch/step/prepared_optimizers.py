@@ -199,6 +199,13 @@ class PreparedOptimizers:
             if masters is not None:
                 masters.show_writes()
 
+    def note_writes(self) -> None:
+        """The values of parameters are asked for; see `MasterWeights.note_writes`."""
+        for reference in [*self._masters]:
+            masters = reference()
+            if masters is not None:
+                masters.note_writes()
+
     def param_of(self, stepped: Tensor) -> Tensor:
         """Return the half parameter of a master; a tensor that is no master stands for itself."""
         for step in list(self.steps.values()):

@@ -31,16 +31,16 @@ class ExactCopies:
     Args:
         store: the fp32 values.
         models: returns the models that are stored in half.
-        show_writes: has what was written to masters in the parameters.
+        note_writes: has the store know what was written by ``.data``.
     """
 
     def __init__(
         self,
         store: FP32Values,
         models: Callable[[], Iterable[nn.Module]],
-        show_writes: Callable[[], None],
+        note_writes: Callable[[], None],
     ) -> None:
-        self._store, self._models, self._show_writes = store, models, show_writes
+        self._store, self._models, self._note_writes = store, models, note_writes
 
     def replacements(self) -> dict[str, Callable[[Any], Any]]:
         """Return, for each method by its path, what makes its replacement."""
@@ -70,7 +70,7 @@ class ExactCopies:
                 return original(tensor, memo)
             if _COPYING not in memo:
                 self._store.handed_out.take_over()
-                self._show_writes()
+                self._note_writes()
                 memo[_COPYING] = _Copying(self._owners())
             copying = memo[_COPYING]
             copied = self._copied_master(tensor, copying, memo)

@@ -20,7 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from amp_patch.casting.mode import HALVES
 from amp_patch.distributed.process_groups import is_on
-from amp_patch.distributed.shards import detached, place, same_numbers, version_of
+from amp_patch.distributed.shards import detached, is_spread, place, same_numbers, version_of
 
 from .handed_out import HandedOut, bits_of
 
@@ -118,21 +118,23 @@ class FP32Values:
     Attributes:
         loads: how often values were set from a state dict.
         handed_out: what state dicts have got since the models were used.
-        sets: how often the ``.data`` of each half parameter was set, by its id.
+        writes: how often each half parameter was written to without a version, by its id.
+        moves: how often any was given other memory.
         sums: see `UnseenWrites`.
     """
 
     def __init__(self) -> None:
         self.loads = 0
         self.sums: dict[int, tuple[int, int]] = {}
-        self.sets: dict[int, int] = {}
+        self.writes: dict[int, int] = {}
+        self.moves = 0
         self.handed_out = HandedOut(self._take_over)
         self.clear()
 
     def clear(self) -> None:
         """Forget every value."""
         self.sums.clear()
-        self.sets.clear()
+        self.writes.clear()
         self._values: MutableMapping[Tensor, _Value] = WeakTensorKeyDictionary()
         self._came_in: MutableMapping[Tensor, torch.dtype] = WeakTensorKeyDictionary()
         self._stored: MutableMapping[Tensor, None] = WeakTensorKeyDictionary()
@@ -157,17 +159,28 @@ class FP32Values:
         self._values[param] = entry
         self._came_in.pop(param, None)  # it is trained now
 
-    def note_set(self, param: Tensor) -> None:
-        """A script sets ``param.data``, which moves no version."""
-        if param.dtype in HALVES:
-            self.sets[id(param)] = self.sets.get(id(param), 0) + 1
+    def note_set(self, param: Tensor, new: Tensor) -> None:
+        """A script is about to set ``param.data``, which moves no version.
+
+        ``model.to(device)`` sets each parameter's, most often to the numbers that it has.
+        """
+        if param.dtype not in HALVES or param not in self._values or new is param:
+            return
+        if _is_elsewhere(param, new):
+            self.moves += 1
+            if _has_numbers(param, new) and not torch.equal(param.detach(), new.detach()):
+                self.note_write(param)
+
+    def note_write(self, param: Tensor) -> None:
+        """A half parameter was written to in a way that moves no version."""
+        self.writes[id(param)] = self.writes.get(id(param), 0) + 1
 
     def version_of(self, param: Tensor) -> int:
         """Return a number that each write to a half parameter moves, but one by its ``.data``.
 
         What is set as its ``.data`` does.
         """
-        return version_of(param) + self.sets.get(id(param), 0)
+        return version_of(param) + self.writes.get(id(param), 0)
 
     def holds(self, param: Tensor) -> bool:
         """Return whether there is an fp32 value of a parameter."""
@@ -359,6 +372,30 @@ def _is_exporting() -> bool:
     """Return whether ONNX's exporter by tracing asks for a state: for the traced parameters."""
     onnx = sys.modules.get("torch.onnx")  # an import that a script without it need not wait for
     return onnx is not None and bool(onnx.is_in_onnx_export())
+
+
+def _is_elsewhere(param: Tensor, new: Tensor) -> bool:
+    """Return whether a parameter would get other memory, and not in another dtype or elsewhere."""
+    if new.dtype is not param.dtype or new.device != param.device or is_spread(param):
+        return False
+    return place(new) != place(param) or new.stride() != param.stride()
+
+
+def _has_numbers(param: Tensor, new: Tensor) -> bool:
+    """Return whether the numbers of both can be compared: FSDP takes the memory of its own away."""
+    if (
+        param.shape != new.shape
+        or torch._C._len_torch_dispatch_stack()
+        or hasattr(param, "_is_flat_param")
+    ):
+        return False
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    return (
+        type(new) in (Tensor, nn.Parameter)
+        and not param.is_meta
+        and param.untyped_storage().nbytes() > 0
+    )
 
 
 def _fits(value: Tensor, param: Tensor) -> bool:

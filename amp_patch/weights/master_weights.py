@@ -81,6 +81,8 @@ class MasterWeights:
         self._masters: list[Tensor] = []
         self._versions = Versions()
         self._exposed: list[int] | None = None
+        self._moves = values.moves
+        self._tied: list[tuple[Tensor, Tensor]] = []
         self._is_due = False
         self._unseen = UnseenWrites(values.sums)
         self.lock = threading.RLock()
@@ -216,6 +218,21 @@ class MasterWeights:
                 self._show_unseen()
                 if self._exposed is not None or self._is_written():  # still
                     self._show_written()
+            finally:
+                self.lock.release()
+
+    def note_writes(self) -> None:
+        """Note what was written by ``.data``, so that the values are exact; nothing is changed.
+
+        A graph may hold half weights of now: the forward alone shows masters in them.
+        """
+        if (self._exposed is not None or self._unseen.is_looking) and self.lock.acquire(
+            blocking=False
+        ):
+            try:
+                with torch.inference_mode(False), torch._C._DisableFuncTorch():
+                    self._note_moved()
+                    self._masters_that_win(self._versions_of(self._masters))
             finally:
                 self.lock.release()
 
@@ -388,7 +405,7 @@ class MasterWeights:
         for row in [row for row, is_read in enumerate(unwritten) if is_read and wins[row]]:
             wins[row] = False
             if not self._agree(row):
-                self._values.note_set(self._params[row])
+                self._values.note_write(self._params[row])
                 self._unseen.keep_looking()
 
     def _agree(self, row: int) -> bool:
@@ -516,7 +533,6 @@ class MasterWeights:
         known = self._values.loads, places
         if known != self._known:
             self._follow_devices()
-            self._follow_ties(places)
             self._known = known
             masters = self._local(self._masters)
             self._masters_at = self._places()
@@ -537,25 +553,37 @@ class MasterWeights:
         """Return what `version_of` does of parameters or masters."""
         return look_up(version_of if self._are_spread else _VERSION, tensors)
 
-    def _follow_ties(self, places: Sequence[int]) -> None:
-        """``out.weight.data = emb.weight.data`` after initialize ties masters as it ties weights.
+    def follow_ties(self) -> None:
+        """A step comes: masters share memory where their half parameters do, and nowhere else.
 
-        Else each would be stepped by its own gradient, and the last to be rounded would be there.
+        ``out.weight.data = emb.weight.data`` after initialize ties them. Else each would be
+        stepped by its own gradient, and the last to be rounded would be there.
         """
+        if self._values.moves == self._moves or self._are_spread:
+            return
+        self._moves = self._values.moves
+        for one, two in self._tied:
+            if self.param_of(one).data_ptr() != self.param_of(two).data_ptr():
+                set_data(one, one.detach().clone())
+        self._tied.clear()
         first: dict[Any, int] = {}
-        for row, (param, place) in enumerate(zip(self._params, places, strict=True)):
-            other = first.setdefault((place, param.shape, param.stride()), row)
-            if other == row or not param.numel() or is_spread(param):
-                continue
-            one, two = self._masters[row], self._masters[other]
-            if one.data_ptr() != two.data_ptr():
-                # the half weight's own master has bits beyond those of the weight
-                kept, left = (two, one) if self._agree(other) else (one, two)
-                set_data(left, kept.data)
+        for row, (param, master) in enumerate(self.pairs()):
+            other = first.setdefault((param.data_ptr(), param.shape, param.stride()), row)
+            if other != row and param.numel():
+                self._tie(master, self._masters[other], self._agree(other))
+        self._forget_places()
+        self._compare()
+
+    def _tie(self, master: Tensor, other: Tensor, other_agrees: bool) -> None:
+        """Give two masters one memory: that of the half weight's own, which has further bits."""
+        self._tied.append((master, other))
+        kept, left = (other, master) if other_agrees else (master, other)
+        if kept.data_ptr() != left.data_ptr():
+            set_data(left, kept.detach())
 
     def _half_versions(self, params: list[Tensor]) -> list[int]:
         """Return what `FP32Values.version_of` does of half parameters."""
-        if self._values.sets:
+        if self._values.writes:
             return list(map(self._values.version_of, params))
         return self._versions_of(params)
 

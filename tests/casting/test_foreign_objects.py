@@ -147,6 +147,22 @@ def test_what_holds_a_model_or_an_optimizer_converts_neither() -> None:
     assert converted.x.dtype is torch.float16
 
 
+class LazilyRead(dict[str, Any]):
+    """Reads a file for each item."""
+
+    def __getitem__(self, name: str) -> Any:
+        raise OSError("a closed file")
+
+    def values(self) -> Any:
+        raise OSError("a closed file")
+
+
+def test_what_an_object_holds_is_not_read_to_find_a_model() -> None:
+    batch = Converts(torch.ones(2))
+    batch.meta = LazilyRead(one=1)
+    assert cast(batch).x.dtype is F16
+
+
 class AllTensors:
     """Its ``to`` hands its arguments to all its tensors, as TensorFrame's of PyTorch Frame does."""
 

@@ -44,6 +44,7 @@ WRITES: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "addmm_": lambda out, y: out.addmm_(y.T, y, beta=1, alpha=-2),
     "addmm_, one operand": lambda out, y: out.addmm_(y.T.to(out.dtype), y),
     "addmm_, the other": lambda out, y: out.addmm_(y.T, y.to(out.dtype)),
+    "addmm_, one by name": lambda out, y: out.addmm_(y.T.to(out.dtype), mat2=y),
     "addbmm_": lambda out, y: out.addbmm_(y.T[None], y[None]),
     "addmv_": lambda out, y: out[0].addmv_(y.T, torch.ones_like(y[:, 0])),
     "baddbmm_": lambda out, y: out[None].baddbmm_(y.T[None], y[None]),

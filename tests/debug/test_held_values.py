@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import random
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -135,6 +137,14 @@ def test_an_attribute_in_a_slot_that_was_set_since_is_gone_again() -> None:
     assert held.is_unchanged()
     assert (counter.count, counter._Slotted__hidden) == (0.0, 0)
     assert not hasattr(counter, "late")
+
+
+def test_what_is_written_in_c_has_no_slots_of_its_own() -> None:
+    """Such a member may be another object at each look."""
+    for value in (functools.partial(torch.add, alpha=2), operator.itemgetter(0), np.dtype("U300")):
+        held = HeldValue(value)
+        assert held.is_unchanged()
+        held.put_back()
 
 
 class Averaging(nn.Module):

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Adam, AdamW, Optimizer, RMSprop, SparseAdam
 
+from amp_patch import amp as core
 from amp_patch.optimizers import half_eps
 
 KINDS = sorted(
@@ -114,6 +115,24 @@ def test_of_an_optimizer_that_is_not_torchs_its_state_tells(
     assert told == [False, becomes_nan, False]
     assert looks == [optimizer]
     assert len(steps) == 2
+
+
+class Listing(Own):
+    """Keeps no dict for a parameter."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # torch overloads it
+        for param in self.param_groups[0]["params"]:
+            self.state[param] = [param.grad]
+
+
+def test_state_that_is_no_dict_is_left_alone(amp: ModuleType) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = Listing(model.parameters())
+    amp.initialize(model, optimizer, opt_level="O3", verbosity=0)
+    with amp.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    core.deactivate()
 
 
 def test_a_deactivated_optimizer_is_watched_no_more(amp: ModuleType) -> None:

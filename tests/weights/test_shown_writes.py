@@ -483,3 +483,80 @@ def test_weights_that_are_tied_by_their_data_afterwards_train_as_those_tied_befo
         core.deactivate()
         assert table.weight.data_ptr() == out.weight.data_ptr()
     assert all(map(torch.equal, *found))
+
+
+@LEVELS
+@pytest.mark.parametrize("steps", [1, 20])
+@pytest.mark.parametrize(
+    "move",
+    [lambda model: model.to("cpu"), lambda model: model.cpu(), lambda model: model.share_memory()],
+    ids=["to", "cpu", "share_memory"],
+)
+def test_a_model_that_is_moved_to_where_it_is_keeps_what_was_written_to_its_masters(
+    amp: ModuleType, level: str, steps: int, move: Callable[[nn.Module], object]
+) -> None:
+    """It sets the ``.data`` of each parameter; warnings are errors here."""
+    training = Training(amp, level, False)
+    for _ in range(steps):
+        training.step()
+    masters = list(amp.master_params(training.optimizer))
+    expected = [master.detach() * 0.5 for master in masters]
+    for master in masters:
+        master.data.mul_(0.5)
+    move(training.model)
+    assert all(map(torch.equal, saved(training.model), expected))
+    training.model(training.inputs)
+    assert all(map(torch.equal, masters, expected))
+
+
+@LEVELS
+@pytest.mark.parametrize("taken", [saved, copied])
+def test_a_state_dict_or_copy_between_forward_and_backward_leaves_the_graph_as_it_is(
+    amp: ModuleType, level: str, taken: Callable[[nn.Module], list[Tensor]]
+) -> None:
+    training = Training(amp, level, False)
+    training.step()
+    loss = training.model(training.inputs).square().mean()
+    for master in amp.master_params(training.optimizer):
+        master.data.mul_(0.9)
+    expected = [master.clone() for master in training.masters]
+    assert all(map(torch.equal, taken(training.model), expected))
+    scaled_backward(amp, loss, training.optimizer)
+
+
+@LEVELS
+@pytest.mark.parametrize("is_stepped", [False, True])
+def test_weights_that_are_tied_no_longer_are_stepped_apart(
+    amp: ModuleType, level: str, is_stepped: bool
+) -> None:
+    """A tie for one forward alone leaves both masters as they were."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=64.0, verbosity=0)
+    one, two = (model[row].weight for row in (0, 1))
+
+    def step() -> None:
+        scaled_backward(amp, model(torch.ones(2, 4)).square().mean(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    kept = two.data
+    masters = [master for master in amp.master_params(optimizer) if master.dim() == 2]
+    before = [master.clone() for master in masters]
+    two.data = one.data
+    model(torch.ones(2, 4))
+    if is_stepped:
+        step()
+        assert masters[0].data_ptr() == masters[1].data_ptr()
+        two.data = two.data.clone()
+    else:
+        two.data = kept
+        model(torch.ones(2, 4))
+        assert all(map(torch.equal, masters, before))
+    step()
+    assert masters[0].data_ptr() != masters[1].data_ptr()
+    assert not torch.equal(*masters)
+    for half, master in zip((one, two), masters, strict=True):
+        assert torch.equal(half, master.to(half.dtype))

@@ -35,28 +35,45 @@ def custom_backward(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
             nodes = list(ast.walk(function))
             grads = _gradients(function, nodes)
             yield from _curved(nodes, grads)
-            yield from _constant(nodes, grads) if _has(function, grads) else _unread(nodes)
+            yield from _constant(nodes, grads) if _has(function, grads) else _unread(function)
 
 
-def _unread(nodes: list[ast.AST]) -> Iterator[tuple[ast.AST, str]]:
-    """Yield what a backward returns that reads nothing of what it gets, but for zeros."""
+def _unread(function: ast.FunctionDef) -> Iterator[tuple[ast.AST, str]]:
+    """Yield what a backward returns that reads nothing of what it gets, but for zeros and None."""
+    nodes = list(_own_nodes(function))
     names = {_name(one) for one in nodes if isinstance(one, ast.Call)}
-    for node in () if any("zeros" in name for name in names) else nodes:
+    for node in () if any("zeros" in name or name == "fill" for name in names) else nodes:
         if isinstance(node, ast.Return) and not _is_none(node.value):
             yield node, "a gradient that is not multiplied by the loss scale"
 
 
+def _own_nodes(function: ast.AST) -> Iterator[ast.AST]:
+    """Yield what is in a function, and not in one that it defines."""
+    for node in ast.iter_child_nodes(function):
+        if not isinstance(node, (ast.FunctionDef, ast.Lambda)):
+            yield node
+            yield from _own_nodes(node)
+
+
 def _is_none(value: ast.expr | None) -> bool:
     """Return whether None is returned, for one argument or for several."""
-    if isinstance(value, ast.Tuple):
+    if isinstance(value, (ast.Tuple, ast.List)):
         return all(map(_is_none, value.elts))
+    if isinstance(value, ast.BinOp):  # (None,) * 3
+        return _is_none(value.left) or _is_none(value.right)
+    if isinstance(value, ast.Call):  # tuple(None for ...)
+        return bool(value.args) and all(map(_is_none, value.args))
+    if isinstance(value, (ast.GeneratorExp, ast.ListComp)):
+        return _is_none(value.elt)
     return value is None or isinstance(value, ast.Constant) and value.value is None
 
 
 def _gradients(function: ast.FunctionDef, nodes: list[ast.AST]) -> set[str]:
     """Return the names of what the backward gets, and of what it computes from that."""
     given = function.args
-    grads = {one.arg for one in (*given.args[1:], given.vararg) if one is not None}
+    grads = {
+        one.arg for one in (*given.args[1:], *given.kwonlyargs, given.vararg) if one is not None
+    }
     for node in nodes:
         if isinstance(node, ast.Assign) and _has(node.value, grads):
             grads |= {one.id for one in node.targets if isinstance(one, ast.Name)}
