@@ -81,7 +81,6 @@ class MasterWeights:
         self._masters: list[Tensor] = []
         self._versions = Versions()
         self._exposed: list[int] | None = None
-        self._moves = values.moves
         self._tied: list[tuple[Tensor, Tensor]] = []
         self._is_due = False
         self._unseen = UnseenWrites(values.sums)
@@ -96,6 +95,7 @@ class MasterWeights:
             group["params"][:] = self.replace(group["params"])
         small_tensors.move_together([param for param in self._params if not is_spread(param)])
         self._masters_at = self._places()
+        self._moves = values.moves
 
     def _forget_places(self) -> None:
         self._known: tuple[int, Sequence[int]] | None = None
@@ -562,6 +562,8 @@ class MasterWeights:
         if self._values.moves == self._moves or self._are_spread:
             return
         self._moves = self._values.moves
+        self._note_moved()
+        before = self._places()
         for one, two in self._tied:
             if self.param_of(one).data_ptr() != self.param_of(two).data_ptr():
                 set_data(one, one.detach().clone())
@@ -571,8 +573,9 @@ class MasterWeights:
             other = first.setdefault((param.data_ptr(), param.shape, param.stride()), row)
             if other != row and param.numel():
                 self._tie(master, self._masters[other], self._agree(other))
-        self._forget_places()
-        self._compare()
+        if self._places() != before:
+            self._forget_places()
+            self._compare()
 
     def _tie(self, master: Tensor, other: Tensor, other_agrees: bool) -> None:
         """Give two masters one memory: that of the half weight's own, which has further bits."""
