@@ -15,28 +15,26 @@ class KeptWrappers:
     """A table of wrappers, by the function that each wraps and all that decides what it does."""
 
     def __init__(self) -> None:
-        # By identity, for two functions in C are equal where one is the other's second name. The
-        # ids are those of functions in `_functions`.
-        self._made: dict[tuple[int, Hashable], Any] = {}
-        self._functions: dict[int, Any] = {}
+        # By the function's id, for two in C are equal where one is the other's second name; with
+        # the function, whose id it is, and the wrapper.
+        self._made: dict[tuple[int, Hashable], tuple[Any, Any]] = {}
 
     def get(self, function: Any, key: Hashable, make: Callable[[], Any]) -> Any:
         """Return the wrapper that was made for a function by a key, or make it.
 
         Args:
-            function: is kept, so it must be one that lives as long as the process does.
+            function: is kept with it, so it must be one that lives as long as the process does.
             key: what the wrapper depends on beside the function.
             make: returns a wrapper.
         """
         place = id(function), key
         if place not in self._made:
-            self._functions[id(function)] = function
-            self._made[place] = make()
-        return self._made[place]
+            self._made[place] = function, make()
+        return self._made[place][1]
 
     def ids(self) -> set[int]:
         """Return the ids of all, of which this table holds each once."""
-        return set(map(id, self._made.values()))
+        return {id(wrapper) for _, wrapper in self._made.values()}
 
     def forget_held(self) -> None:
         """Keep none to which anything else refers, such as what torch.compile has compiled.
@@ -45,5 +43,5 @@ class KeptWrappers:
         the rest each time, through every living module and in vain.
         """
         for key in list(self._made):
-            if sys.getrefcount(self._made[key]) > 2:  # the table's, and the argument's
+            if sys.getrefcount(self._made[key][1]) > 2:  # the table's, and the argument's
                 del self._made[key]

@@ -241,11 +241,11 @@ def _own_name(path: str) -> str:
     return str(getattr(resolve(path)[2], "__name__", path))
 
 
+# What NumPy is given counts as computed: it has no bfloat16.
+_FOR_NUMPY = frozenset({"numpy", "__array__"})
 # By name, for torch.compile cannot look functions up in a set, and what a patched function calls
 # is not always the object that stands in torch. Made at import, for a first use may be while it
 # traces.
-# What NumPy is given counts as computed: it has no bfloat16.
-_FOR_NUMPY = frozenset({"numpy", "__array__"})
 _COMPUTING = _names(targets.region_targets()) | _FOR_NUMPY
 # The running statistics of a norm are written to, so a cast copy of them will not do.
 _FIRST_ARGUMENT = _names(targets.first_argument_targets())

@@ -586,9 +586,10 @@ class MasterWeights:
 
     def _half_versions(self, params: list[Tensor]) -> list[int]:
         """Return what `FP32Values.version_of` does of half parameters."""
-        if self._values.writes:
-            return list(map(self._values.version_of, params))
-        return self._versions_of(params)
+        versions, writes = self._versions_of(params), self._values.writes
+        if not writes:  # else of a few, in all steps to come
+            return versions
+        return [now + writes.get(id(one), 0) for one, now in zip(params, versions, strict=True)]
 
     def _follow_devices(self) -> None:
         """``model.to(device)`` after initialize moves the parameters: masters and state follow."""
