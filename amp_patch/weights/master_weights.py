@@ -10,7 +10,7 @@ import contextlib
 import operator
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -42,6 +42,7 @@ from .parameter_lists import (
     stored_grads,
 )
 from .stepped_state import SteppedState
+from .ties import Ties
 from .unseen_writes import UnseenWrites
 
 _VERSION = operator.attrgetter("_version")
@@ -81,7 +82,7 @@ class MasterWeights:
         self._masters: list[Tensor] = []
         self._versions = Versions()
         self._exposed: list[int] | None = None
-        self._tied: list[tuple[Tensor, Tensor]] = []
+        self._ties = Ties()
         self._is_due = False
         self._unseen = UnseenWrites(values.sums)
         self.lock = threading.RLock()
@@ -212,42 +213,47 @@ class MasterWeights:
 
         What another thread's step has written does not: its step publishes it.
         """
-        may_be = self._exposed is not None or self._is_written() or self._unseen.is_looking
-        if may_be and self.lock.acquire(blocking=False):
-            try:
-                self._show_unseen()
-                if self._exposed is not None or self._is_written():  # still
-                    self._show_written()
-            finally:
-                self.lock.release()
+        if self._exposed is not None or self._is_written() or self._unseen.is_looking:
+            self._unless_in_a_step(self._show_writes)
 
     def note_writes(self) -> None:
         """Note what was written by ``.data``, so that the values are exact; nothing is changed.
 
         A graph may hold half weights of now: the forward alone shows masters in them.
         """
-        if (self._exposed is not None or self._unseen.is_looking) and self.lock.acquire(
-            blocking=False
-        ):
+        if self._exposed is not None or self._unseen.is_looking:
+            self._unless_in_a_step(self._note_writes)
+
+    def _unless_in_a_step(self, act: Callable[[], None]) -> None:
+        """Call ``act``, unless another thread steps the masters."""
+        if self.lock.acquire(blocking=False):
             try:
+                # What is kept for later steps must be no inference tensors, nor what torch.func
+                # wraps.
                 with torch.inference_mode(False), torch._C._DisableFuncTorch():
-                    self._note_moved()
-                    self._masters_that_win(self._versions_of(self._masters))
+                    act()
             finally:
                 self.lock.release()
+
+    def _show_writes(self) -> None:
+        self._show_unseen()
+        if self._exposed is not None or self._is_written():  # still
+            self._show_written()
+
+    def _note_writes(self) -> None:
+        self._note_moved()
+        self._masters_that_win(self._versions_of(self._masters))
 
     def _show_unseen(self) -> None:
         if self._exposed is None:  # else a write through .data may be to a half weight, as well
             self._unseen.show(self._masters, self._local(self._masters))
 
     def _show_written(self) -> None:
-        # What is kept for later steps must be no inference tensors, nor what torch.func wraps.
-        with torch.inference_mode(False), torch._C._DisableFuncTorch():
-            self._note_moved()
-            self._compare().forget()
-            wins = self._masters_that_win(self._versions_of(self._masters))
-            rows = [row for row, master_wins in enumerate(wins) if master_wins]
-            self._show_masters(sorted({*rows, *self._written_alike()}))
+        self._note_moved()
+        self._compare().forget()
+        wins = self._masters_that_win(self._versions_of(self._masters))
+        rows = [row for row, master_wins in enumerate(wins) if master_wins]
+        self._show_masters(sorted({*rows, *self._written_alike()}))
 
     def _written_alike(self) -> list[int]:
         """Return the rows of half parameters that were written to what their masters are."""
@@ -554,35 +560,16 @@ class MasterWeights:
         return look_up(version_of if self._are_spread else _VERSION, tensors)
 
     def follow_ties(self) -> None:
-        """A step comes: masters share memory where their half parameters do, and nowhere else.
-
-        ``out.weight.data = emb.weight.data`` after initialize ties them. Else each would be
-        stepped by its own gradient, and the last to be rounded would be there.
-        """
+        """A step comes: masters share memory where their half parameters do, see `Ties`."""
         if self._values.moves == self._moves or self._are_spread:
             return
         self._moves = self._values.moves
         self._note_moved()
         before = self._places()
-        for one, two in self._tied:
-            if self.param_of(one).data_ptr() != self.param_of(two).data_ptr():
-                set_data(one, one.detach().clone())
-        self._tied.clear()
-        first: dict[Any, int] = {}
-        for row, (param, master) in enumerate(self.pairs()):
-            other = first.setdefault((param.data_ptr(), param.shape, param.stride()), row)
-            if other != row and param.numel():
-                self._tie(master, self._masters[other], self._agree(other))
+        self._ties.follow(list(self.pairs()), self._agree)
         if self._places() != before:
             self._forget_places()
             self._compare()
-
-    def _tie(self, master: Tensor, other: Tensor, other_agrees: bool) -> None:
-        """Give two masters one memory: that of the half weight's own, which has further bits."""
-        self._tied.append((master, other))
-        kept, left = (other, master) if other_agrees else (master, other)
-        if kept.data_ptr() != left.data_ptr():
-            set_data(left, kept.detach())
 
     def _half_versions(self, params: list[Tensor]) -> list[int]:
         """Return what `FP32Values.version_of` does of half parameters."""
