@@ -37,7 +37,7 @@ class Ties:
         first: dict[Any, int] = {}
         for row, (param, _) in enumerate(pairs):
             other_row = first.setdefault((param.data_ptr(), param.shape, param.stride()), row)
-            if other_row != row and param.numel():
+            if other_row != row:
                 self._tie(pairs[row], pairs[other_row], agrees(other_row))
 
     def _tie(self, pair: Pair, other: Pair, other_agrees: bool) -> None:
