@@ -31,6 +31,7 @@ class HeldParams:
     Attributes:
         masters, steps_halves: as given.
         ranks: as given, or as the parameters say. Right from a call of `pairs` on.
+        firsts: of each group the first parameter that has a master. As of the last call of `pairs`.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class HeldParams:
         self._optimizer = weakref.ref(optimizer)
         self.masters = masters
         self._stepped = listed(())
-        self._pairs = ParamPairs(listed(()), listed(()))
+        self._pairs = self.firsts = ParamPairs(listed(()), listed(()))
         self.steps_halves = steps_halves
         self._frozen: list[Tensor] = []  # half ones without masters: `pairs` sees them unfrozen
         self._ranks_follow = ranks is None
@@ -83,11 +84,23 @@ class HeldParams:
                 stepped = listed(once.values())
             params = stepped if masters is None else listed(map(masters.param_of, stepped))
             self._pairs = ParamPairs(params, stepped)
+            self.firsts = self._firsts(groups)
             if masters is not None or not self.steps_halves:
                 self._frozen = [one for one in stepped if one.dtype in HALVES]
             if self._ranks_follow:
                 self.ranks = StepRanks(groups_of(params))
         return self._pairs
+
+    def _firsts(self, groups: list[dict[str, Any]]) -> ParamPairs:
+        param_of = {id(master): param for param, master in zip(*self._pairs, strict=True)}
+        firsts = ParamPairs([], [])
+        for group in groups:
+            pairs = ((param_of[id(stepped)], stepped) for stepped in group["params"])
+            found = next((pair for pair in pairs if pair[0] is not pair[1]), None)
+            if found is not None:
+                firsts.model.append(found[0])
+                firsts.master.append(found[1])
+        return firsts
 
     def _replace_own(self, groups: list[dict[str, Any]], masters: MasterWeights) -> None:
         """Put masters into the groups where the script has put the model's own parameters.

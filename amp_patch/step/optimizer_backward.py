@@ -123,6 +123,7 @@ class OptimizerBackward:
         self._thread: int | None = None
         self._pass: OpenPass | None = None
         self._is_scaled = True
+        self._scale: float | Tensor = 1.0
 
     @property
     def ranks(self) -> StepRanks:
@@ -192,6 +193,7 @@ class OptimizerBackward:
         if self.skip.outcome and self.gradients.are_left and not self.ranks.groups:
             self.skip.note_left()
         self.is_open, self._pass, self._is_scaled = True, backward_pass, is_scaled
+        self._scale = scale
         self._thread = threading.get_ident()
         if self.masters is not None:
             self.masters.own_gradients.keeps_sums = False
@@ -332,7 +334,10 @@ class OptimizerBackward:
         if not self.is_open or is_in_backward or self._thread == threading.get_ident():
             if self.is_open and self.masters is not None:
                 self._end_early()
-            self.show_gradients()
+            if self.gradients.stepped.wait_to_be_read and not self.gradients.are_pending:
+                self._offer.make(*self.pairs())  # it may be for their values
+            else:
+                self.show_gradients()
         if self.masters is not None and not _reading.is_on:
             self.masters.expose()
 
@@ -358,11 +363,16 @@ class OptimizerBackward:
         return scaled.shown(self.pairs())
 
     def offer_stepped(self) -> None:
-        """A script may clear what a step has used, before the next backward adds to it."""
-        if self.masters is not None and self.gradients.stepped.are_left:
+        """A script may read what a step has used, and clear it before the next backward."""
+        if self.masters is None:
+            return
+        if self.gradients.stepped.are_left:
             pairs = self.pairs()
             if not have_none(pairs.model):
                 self._offer.make(*pairs)
+        elif self.gradients.stepped.wait_to_be_read:
+            # Who reads them reads all, one by one: the first have the others made.
+            self._offer.make(*self._held.firsts)
 
     def _end_offer(self, *, steps: bool = False) -> None:
         """Masters have gradients of their own from here on; used ones are as a script left them.
@@ -387,8 +397,10 @@ class OptimizerBackward:
             self._fused.lazy.materialize()
         if self.masters is not None:
             self.gradients.note_shown(self.pairs())
-            if self.gradients.stepped.are_left and not self.gradients.are_pending:
-                self.gradients.stepped.show(self.pairs())
+            stepped = self.gradients.stepped
+            if (stepped.are_left or stepped.wait_to_be_read) and not self.gradients.are_pending:
+                # a fused step reads half gradients as the backward left them
+                stepped.show(self.pairs(), 1.0 if self._fused is None else self._scale)
 
     def clip(self, max_norm: float, norm_type: float, stages: ProcessGroup | None) -> Tensor:
         """Clip the gradients that are stepped, unscaled ones; see `ClippedGradients.clip`."""
@@ -508,10 +520,11 @@ class OptimizerBackward:
         self.gradients.tell_of_writes(self.pairs())
         self.gradients.follow_cleared_by_step(self.pairs())
 
-    def end_step(self) -> None:
-        """The gradients were used up."""
+    def end_step(self, is_made: bool) -> None:
+        """The gradients were used up, by a step that was made or skipped."""
         self.zeroing.end_step()
         self.forget_gradients()
+        self.gradients.stepped.note_step(is_made)
         self.offer_stepped()
 
     def forget_gradients(self) -> None:

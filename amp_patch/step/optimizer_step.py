@@ -254,7 +254,7 @@ class OptimizerStep:
             self._skip()
         else:
             self.skip.note_made(None)
-            self._end()
+            self._end(is_made=True)
 
     def receive_in_step(self) -> None:
         """A backward in the step itself, and in no closure, has ended, as GSAM makes two."""
@@ -366,7 +366,7 @@ class OptimizerStep:
         self.skip.note_made(flag)
         if self._is_foreign and self.masters is not None:
             self.backward.follow_foreign_step()
-        self._end()
+        self._end(is_made=True)
         return result
 
     def _call(
@@ -393,16 +393,16 @@ class OptimizerStep:
         if self.masters is not None:
             self.masters.end_exposure()
         self.skip.note_skipped()
-        self._end()
+        self._end(is_made=False)
 
-    def _end(self) -> None:
+    def _end(self, is_made: bool) -> None:
         """The step is over, made or skipped: its gradients are used up."""
         self.ended += 1
         if self._fused is not None:
             self._fused.lazy.drop()
         if self.masters is not None:
             self.masters.clear_grads()
-        self.backward.end_step()
+        self.backward.end_step(is_made)
         if self._observers and (optimizer := self._optimizer()) is not None:
             self._observers.stepped(optimizer, self.skip)
 

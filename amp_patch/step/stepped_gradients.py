@@ -1,7 +1,9 @@
 """Gradients that a step has used and left, as a script finds them in ``optimizer.param_groups``.
 
 Plain PyTorch adds the next backward to them, unless they were cleared. They are at the half
-parameters; a script may clear them at the masters. Knows no optimizer and no backward.
+parameters; a script may clear them at the masters. What wraps an optimizer looks there for the
+parameters that were stepped, as schedulefree's wrapper and torch's averager of models do. Knows no
+optimizer and no backward.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ class SteppedGradients:
 
     def __init__(self, used: UsedGradients, own: OwnGradients) -> None:
         self._used, self._own = used, own
+        self._is_made = False
         self.shown: Sequence[tuple[Tensor, Tensor]] = ()
 
     @property
@@ -40,14 +43,30 @@ class SteppedGradients:
         """True where there may be some, and the next backward outside of a block adds to them."""
         return self._used.are_left
 
-    def show(self, pairs: ParamPairs) -> None:
-        """Let masters have copies of those that are still as the step left them."""
-        used = set(map(id, self._used.left()))
+    @property
+    def wait_to_be_read(self) -> bool:
+        """True behind a step of what blocks left, until they are shown or the next block begins."""
+        return self._is_made and not (self.are_left or self.shown)
+
+    def note_step(self, is_made: bool) -> None:
+        """Note that a step has been made, or skipped."""
+        self._is_made = is_made
+
+    def show(self, pairs: ParamPairs, scale: float | Tensor = 1.0) -> None:
+        """Let masters have copies of those that are still as the step left them.
+
+        Args:
+            pairs: of which.
+            scale: what those of blocks are still multiplied by.
+        """
+        left, factor = (self._used.left(), 1.0) if self.are_left else (self._used.alive(), scale)
+        used = set(map(id, left))
         shown: list[tuple[Tensor, Tensor]] = []
         for param, master in zip(*pairs, strict=True):
             grad = stored_grad(param)
             if grad is not None and id(grad) in used and stored_grad(master) is None:
-                store_grad(master, grad.detach().to(master.dtype, copy=True))
+                copy = grad.detach().to(master.dtype, copy=True)
+                store_grad(master, copy.div_(factor))
                 self._own.note(master)
                 shown.append((param, master))
         self.shown = shown
@@ -59,6 +78,7 @@ class SteppedGradients:
             steps: whether what a script wrote stays at masters, for a step; else it goes to the
                 half parameters, rounded, for a backward that adds to it.
         """
+        self._is_made = False
         if not self.shown:
             return
         written = self._written()

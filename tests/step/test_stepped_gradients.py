@@ -1,6 +1,7 @@
 """What a script does to gradients of the groups behind a step, the next backward adds to."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from amp_patch.step.param_pairs import ParamPairs
 from amp_patch.step.stepped_gradients import SteppedGradients
 from amp_patch.step.used_gradients import UsedGradients
 from amp_patch.weights.own_gradients import OwnGradients
+from amp_patch.weights.parameter_lists import stored_grad
 
 X = torch.linspace(-1, 1, 12).reshape(4, 3)
 
@@ -216,3 +218,115 @@ def test_what_is_cleared_in_the_step_is_cleared(amp, opt_level, kind, run):
         run(twins, plain)
     mine, theirs = list(amp.master_params(optimizer)), list(plain.parameters())
     torch.testing.assert_close(mine, theirs, rtol=3e-2, atol=5e-3)
+
+
+class Averages:
+    """Wraps an optimizer; after every third step averages what has a gradient in its groups."""
+
+    def __init__(self, optimizer):
+        self.optimizer, self.steps, self.averages = optimizer, 0, {}
+
+    def step(self):
+        self.optimizer.step()
+        self.steps += 1
+        for param in with_grads(stepped_by(self.optimizer)) if self.steps % 3 == 0 else ():
+            average = self.averages.setdefault(id(param), param.detach().clone())
+            param.data.copy_(average.lerp_(param.detach(), 0.5))
+
+
+LEVELS_AND_STEPS = pytest.mark.parametrize(
+    ("opt_level", "fused_step"), [("O2", False), ("O2", True), ("O5", False), ("O5", True)]
+)
+
+
+def trained_by_blocks(amp, opt_level, fused_step, scale=64.0):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.LayerNorm(5), nn.Linear(5, 2))
+    groups = [{"params": list(part.parameters())} for part in (model[0], model[2], model[3])]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    options = {"loss_scale": scale, "fused_step": fused_step, "verbosity": 0}
+    amp.initialize(model, optimizer, opt_level=opt_level, **options)
+    return model, optimizer
+
+
+def block(amp, model, optimizer, factor=1.0):
+    with amp.scale_loss(model(X).float().square().mean() * factor, optimizer) as scaled:
+        scaled.backward()
+
+
+@LEVELS_AND_STEPS
+def test_what_wraps_an_optimizer_finds_which_parameters_a_step_of_blocks_has_used(
+    amp, opt_level, fused_step
+):
+    model, optimizer = trained_by_blocks(amp, opt_level, fused_step)
+    plain = copy.deepcopy(model).float()
+    for mine, twin in zip(stepped_by(optimizer), plain.parameters(), strict=True):
+        twin.data.copy_(mine.data)
+    twins = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for network, one in ((model, optimizer), (plain, twins)):
+        wrapper = Averages(one)
+        for _ in range(9):
+            one.zero_grad()
+            if network is model:
+                block(amp, model, optimizer)
+            else:
+                network(X).square().mean().backward()
+            wrapper.step()
+        assert len(wrapper.averages) == 6
+    torch.testing.assert_close(
+        stepped_by(optimizer), list(plain.parameters()), rtol=3e-2, atol=5e-3
+    )
+
+
+@LEVELS_AND_STEPS
+def test_gradients_that_a_step_of_blocks_has_used_are_true_ones_at_the_masters(
+    amp, opt_level, fused_step
+):
+    model, optimizer = trained_by_blocks(amp, opt_level, fused_step)
+    for _ in range(2):
+        optimizer.zero_grad()
+        block(amp, model, optimizer)
+        before = [master.grad.clone() for master in stepped_by(optimizer)]
+        optimizer.step()
+        found = [master.grad for master in stepped_by(optimizer)]
+        torch.testing.assert_close(found, before, rtol=1e-2, atol=1e-3)
+
+
+@LEVELS_AND_STEPS
+def test_they_take_no_memory_until_one_is_read(amp, opt_level, fused_step):
+    model, optimizer = trained_by_blocks(amp, opt_level, fused_step)
+    block(amp, model, optimizer)
+    optimizer.step()
+    masters = list(amp.master_params(optimizer))
+    of_halves = [
+        master
+        for param, master in zip(model.parameters(), masters, strict=True)
+        if param is not master
+    ]
+    assert of_halves[0] is masters[0]
+    assert [stored_grad(master) for master in of_halves] == [None] * len(of_halves)
+    assert len(with_grads(masters)) == len(masters)
+    optimizer.zero_grad()
+    assert not with_grads(masters)
+
+
+def test_a_skipped_step_has_used_none(amp):
+    model, optimizer = trained_by_blocks(amp, "O2", False, scale="dynamic")
+    block(amp, model, optimizer, factor=float("inf"))
+    optimizer.step()
+    assert not with_grads([stepped_by(optimizer)[0], stepped_by(optimizer)[-1]])
+
+
+@LEVELS_AND_STEPS
+def test_a_second_step_behind_one_of_blocks_changes_nothing_where_they_were_read(
+    amp, opt_level, fused_step
+):
+    model, optimizer = trained_by_blocks(amp, opt_level, fused_step)
+    block(amp, model, optimizer)
+    optimizer.step()
+    assert len(with_grads(stepped_by(optimizer))) == 6
+    before = [master.detach().clone() for master in stepped_by(optimizer)[:2]]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a step without gradients
+        optimizer.step()
+    torch.testing.assert_close(stepped_by(optimizer)[:2], before, rtol=0, atol=0)
