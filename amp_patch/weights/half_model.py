@@ -25,6 +25,7 @@ from amp_patch.casting.torch_compile import call_as_traced, is_exporting, leave_
 from amp_patch.warn_once import warn_once
 
 from .kept_inputs import put_back
+from .written_inputs import written_inputs
 
 
 class FollowsCopies:
@@ -88,9 +89,29 @@ class ForwardCasts(FollowsCopies):
                 _warn_of_autocast(model, self.level, is_float=inputs is torch.float32)
             if self.observe is not None:
                 self.observe(model, args if is_forward else (), kwargs)
-        return None if inputs is None else self._cast_inputs(inputs, args, kwargs)
+        if self.inputs is None:
+            return None
+        if is_compiling:
+            return self._cast_inputs(inputs, args, kwargs)
+        return self._cast_and_note(model, inputs, args, kwargs)
 
-    def _cast_inputs(self, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
+    def _cast_and_note(
+        self, model: nn.Module, dtype: torch.dtype | None, args: Any, kwargs: Any
+    ) -> Any:
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():  # tensors that have versions
+                cast = self._cast_inputs(dtype, args, kwargs)
+        else:
+            cast = self._cast_inputs(dtype, args, kwargs)
+        given, got = args, cast[0]
+        if kwargs:
+            given, got = (*args, *kwargs.values()), (*got, *cast[1].values())
+        written_inputs.note(id(model), given, got, is_first=len(mode.models) == 1)
+        return cast
+
+    def _cast_inputs(self, dtype: torch.dtype | None, args: Any, kwargs: Any) -> Any:
+        if dtype is None:  # a copy that has no floating weights
+            return args, kwargs
         cast = [cast_floats(value, dtype) for value in args]
         for place, part in self.kept_at:
             if place < len(args):
@@ -106,13 +127,18 @@ class ForwardCasts(FollowsCopies):
     def leave(self, model: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
         """Forward hook; also called when the forward raised."""
         mode.leave_model(id(model))
+        if self.inputs is not None and not torch.compiler.is_compiling():
+            written_inputs.give_back(id(model), self._cast_outputs)
         if outputs is None and self.explain is not None:
             error = sys.exc_info()[1]
             if error is not None:
                 self.explain(error)
         if self.outputs is None or (mode.models and _runs_around(model)):
             return outputs
-        return cast_floats(outputs, self.outputs)
+        return self._cast_outputs(outputs)
+
+    def _cast_outputs(self, outputs: Any) -> Any:
+        return outputs if self.outputs is None else cast_floats(outputs, self.outputs)
 
     def _holds_around(self, key: int, stored: torch.dtype | None) -> bool:
         """Whether entering the model changes nothing, so that it need not be noted.
