@@ -208,8 +208,8 @@ class Session:
             self.libraries.reach(self.models.in_half())  # it may have put functions back there
             for optimizer in stepping:
                 warn_of_eps(optimizer)
+            self.guard.follow(models, self._torch_patches)  # may warn, which may be an error
             on_error.pop_all()
-        self.guard.follow(models, self._torch_patches)
         self.disabled = False
         self.history.add(level.name, [self._prepared(one, level) for one in stepping])
         if self.observers:
@@ -296,8 +296,8 @@ class Session:
         self.observers.leaving()
         self.models.reshard()
         self.optimizers.release()
-        if self.models.release():
-            self.optimizers.match_state()
+        self.models.release()
+        self.optimizers.match_state()
         self.functions.undo()
         self.libraries.undo()
         self.methods.undo()

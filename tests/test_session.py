@@ -583,6 +583,34 @@ def test_an_interrupt_between_two_hooks_leaves_none(
         assert observed(model, optimizer) == expected
 
 
+def test_state_is_in_float32_behind_an_interrupted_deactivate(amp: ModuleType) -> None:
+    """At O3 an optimizer's state is in half, like the weights that it steps."""
+    at = calls = 0
+    while at <= calls:
+        model = nn.Linear(4, 2)
+        optimizer = Adam(model.parameters(), eps=1e-3)
+        amp.initialize(model, optimizer, opt_level="O3", verbosity=0)
+        train(amp, model, optimizer)
+        calls = max(calls, interrupt(at, amp.deactivate))
+        at += calls // 32
+        amp.deactivate()
+        dtypes = {value.dtype for state in optimizer.state.values() for value in state.values()}
+        assert dtypes == {torch.float32}
+
+
+def test_a_warning_that_is_an_error_leaves_all_as_before(amp: ModuleType) -> None:
+    """As by ``python -W error``; this one comes when nearly everything is set up."""
+    model, optimizer = make()
+    handle = model[0].weight.register_hook(lambda grad: grad.clamp(-1, 1))
+    expected = observed(model, optimizer)
+    for _ in range(2):
+        with pytest.raises(UserWarning, match="a hook of a tensor"):
+            amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+        assert observed(model, optimizer) == expected
+    handle.remove()
+    amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+
+
 class Interrupted(nn.Module):
     """A model whose forward ends as Ctrl-C ends one: torch calls no hook then."""
 

@@ -6,6 +6,7 @@ nothing of how gradients are unscaled.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain
@@ -54,6 +55,21 @@ class _Scaled(NamedTuple):
         return grad if stored_grad(param) is grad else None
 
 
+class _Watched(NamedTuple):
+    """A parameter, and the thread that trains it; None: any may.
+
+    While torch runs the backward of another thread nobody may read the gradients that it writes.
+    """
+
+    param: TensorWeakRef
+    thread: int | None
+
+    @classmethod
+    def here(cls, params: Iterable[Tensor]) -> list[_Watched]:
+        """Return parameters that this thread trains."""
+        return [cls(TensorWeakRef(param), threading.get_ident()) for param in params]
+
+
 class UnpreparedParams:
     """Parameters that no prepared optimizer steps; false where there are none to be found.
 
@@ -67,7 +83,7 @@ class UnpreparedParams:
 
     def __init__(self, plain_backwards: Callable[[], int]) -> None:
         self._plain_backwards = plain_backwards
-        self._params: list[TensorWeakRef] = []
+        self._params: list[_Watched] = []
         self._frozen: dict[int, TensorWeakRef] = {}  # by the id of the parameter
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._scaled: dict[int, _Scaled] = {}  # by the id of the parameter
@@ -91,7 +107,8 @@ class UnpreparedParams:
             for param in model.parameters()
             if id(param) not in stepped
         }
-        self._params = [TensorWeakRef(one) for one in found.values() if one.requires_grad]
+        trained = [one for one in found.values() if one.requires_grad]
+        self._params = [_Watched(TensorWeakRef(one), None) for one in trained]
         self._frozen = {
             key: TensorWeakRef(one) for key, one in found.items() if not one.requires_grad
         }
@@ -110,7 +127,7 @@ class UnpreparedParams:
         masters = chain.from_iterable(step.backward.pairs().master for step in steps)
         known = set(map(id, chain(optimizers.params(), masters, self._alive())))
         new = [leaf for leaf in leaves if id(leaf) not in known]
-        self._params += map(TensorWeakRef, new)
+        self._params += _Watched.here(new)
         self._reached.append(Watch.of(new, self._plain_backwards()))
 
     def watch_foreign(self, is_scaled: bool) -> Watch:
@@ -122,10 +139,8 @@ class UnpreparedParams:
             for key, one in self._scaled.items()
             if (grad := one.left()) is not None and values(grad).any()
         }
-        alive = self._alive()
-        if len(alive) < len(self._params):
-            self._params = list(map(TensorWeakRef, alive))
-        return Watch.of(alive, self._plain_backwards())
+        self._params = [one for one in self._params if one.param() is not None]
+        return Watch.of(self._alive(threading.get_ident()), self._plain_backwards())
 
     def note_foreign(self, watch: Watch, optimizers: Sequence[OptimizerBackward]) -> None:
         """See `OptimizerBackward.note_foreign`."""
@@ -135,8 +150,10 @@ class UnpreparedParams:
             if one.params and one.own_passes == self._plain_backwards():
                 self._note(one)
 
-    def _alive(self) -> list[Tensor]:
-        return [param for reference in self._params if (param := reference()) is not None]
+    def _alive(self, thread: int | None = None) -> list[Tensor]:
+        """Return them all, or but those that another thread than this trains."""
+        found = [one for one in self._params if thread is None or one.thread in (None, thread)]
+        return [param for one in found if (param := one.param()) is not None]
 
     def _note(self, watch: Watch) -> None:
         for param, grad in watch.written():
@@ -239,7 +256,7 @@ class UnpreparedParams:
         new = [param for param in params if id(param) not in known]
         if not optimizers.scalers.scale_losses:
             new = [param for param in new if id(param) in own]
-        self._params += map(TensorWeakRef, new)
+        self._params += _Watched.here(new)
         return sum(stored_grad(param) is not None for param in new if id(param) in own)
 
 

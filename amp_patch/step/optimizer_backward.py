@@ -285,6 +285,11 @@ class OptimizerBackward:
                 "its gradients)."
             )
 
+    @property
+    def _is_here(self) -> bool:
+        """False in a thread that trains its own models, while another one trains these."""
+        return self._thread in (None, threading.get_ident())
+
     def watch_foreign(self, is_scaled: bool) -> Watch:
         """Call before a backward that is not for this optimizer, but may reach its parameters.
 
@@ -295,7 +300,7 @@ class OptimizerBackward:
             What `note_foreign` needs.
         """
         self.zeroing.note_other()
-        is_here = self._thread in (None, threading.get_ident())
+        is_here = self._is_here
         source = None if self._fused is None else self._fused.lazy.source
         if is_here and self._fused is not None and source is not None and source.is_half:
             self._fused.lazy.materialize()  # unscales half gradients, which may be written to
@@ -343,14 +348,15 @@ class OptimizerBackward:
 
     def give_back_gradients(self) -> None:
         """A backward outside of ``scale_loss`` begins; see `Gradients.give_back`."""
-        if self.masters is None or self.is_open:
+        if self.masters is None or self.is_open or not self._is_here:
             return
         self.gradients.stepped.follow()
         self.gradients.give_back(self.pairs())
 
     def offer_gradients(self) -> None:
         """A backward outside of ``scale_loss`` has ended: a script may read what masters get."""
-        if self.masters is not None and not self.is_open and self.gradients.take_unscaled:
+        takes = self.gradients.take_unscaled and self._is_here
+        if self.masters is not None and not self.is_open and takes:
             pairs = self.pairs()
             if not are_same(*pairs) and not have_none(pairs.model):
                 self._offer.make(*pairs)
@@ -478,6 +484,8 @@ class OptimizerBackward:
 
     def note_cleared(self) -> None:
         """The user is about to clear the gradients."""
+        if not self.is_open:
+            self._thread = threading.get_ident()
         self._end_offer()
         self.zeroing.note_cleared(not self.is_open or self.gradients.wrote(self.pairs()))
 
@@ -522,6 +530,7 @@ class OptimizerBackward:
 
     def end_step(self, is_made: bool) -> None:
         """The gradients were used up, by a step that was made or skipped."""
+        self._thread = threading.get_ident()
         self.zeroing.end_step()
         self.forget_gradients()
         self.gradients.stepped.note_step(is_made)

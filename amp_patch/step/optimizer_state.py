@@ -81,8 +81,9 @@ class OptimizerState:
             self._undo.append(SavedMasters(optimizer, loading, self._masters.param_of).remove)
 
     def note_dtypes(self) -> None:
-        """The parameters are about to be restored."""
-        self._stored_in = {param: param.dtype for param, _ in self._states()}
+        """The parameters are about to be restored; some are, where an interrupt ended it before."""
+        known = self._stored_in
+        self._stored_in = {param: known.get(param, param.dtype) for param, _ in self._states()}
 
     def match(self) -> None:
         """Bring state that is in its parameter's former dtype to the one that this was cast to.

@@ -179,15 +179,10 @@ class PreparedModels:
         for model in list(self._converted):
             reshard(model)
 
-    def release(self) -> bool:
-        """Take every hook off; parameters in half hold their fp32 values again.
-
-        Returns:
-            Whether any model was stored in half.
-        """
+    def release(self) -> None:
+        """Take every hook off; parameters in half hold their fp32 values again."""
         self._store.handed_out.take_over()
-        models = list(self.levels.items())
-        for model, level in models:
+        for model, level in list(self.levels.items()):
             if model in self._converted and level.cast_model_type is not None:
                 came_in_half, stored = self._converted[model], list(model.buffers())
                 half_storage.restore(model, level.cast_model_type, self._store.exact, came_in_half)
@@ -195,11 +190,9 @@ class PreparedModels:
                 del self._converted[model]
                 follow_parameters(model)
             self._detach(model)
-        left = self._store.stored_halves()  # of models that were dropped, as a shared layer is
-        for tensor in left:
+        for tensor in self._store.stored_halves():  # of dropped models, as a shared layer is
             tensor.grad = None
             set_data(tensor, self._store.exact(tensor))
-        return bool(left) or any(level.stores_half for _, level in models)
 
     def refuse_sharded(self, models: Sequence[nn.Module], level: OptLevel) -> None:
         """Raise for models that are sharded in a way that does not go with a level.

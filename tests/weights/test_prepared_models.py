@@ -75,7 +75,7 @@ def test_a_model_has_the_levels_storage_and_hooks(prepared: Prepared, level: str
     assert prepared.models.casting_dtypes() == ({OPT_LEVELS[level].half_dtype} & {F16, BF16}
         if casting else set())  # fmt: skip
     assert process.devices == {"cpu"}
-    assert prepared.models.release() is bool(half)
+    prepared.models.release()
     assert hooks_of(model) == untouched
     assert model.weight.dtype is F32
 
