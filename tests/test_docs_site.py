@@ -33,6 +33,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def page(site: Path, browser: Any) -> Iterator[Any]:
     """Open a page; what it asks for must lie on the disk."""
     page = browser.new_page(reduced_motion="reduce")  # or each jump to a message takes 2 s
+    page.set_default_timeout(120_000)  # of milliseconds: a machine may be busy
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
     yield page

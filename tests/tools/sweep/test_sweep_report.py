@@ -81,6 +81,7 @@ def test_a_browser_shows_plots_and_table_and_asks_no_network(
     folder: Path, browser: Any, width: int
 ) -> None:
     page = browser.new_page(viewport={"width": width, "height": 800})
+    page.set_default_timeout(120_000)  # of milliseconds: a machine may be busy
     asked: list[str] = []
     said: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
