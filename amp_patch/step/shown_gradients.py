@@ -113,11 +113,12 @@ class WatchedBits:
 
     def written(self, params: Sequence[Tensor]) -> set[int]:
         """Return the ids of parameters to whose gradients somebody has written since."""
-        now = _sums([param for param in params if id(param) in self.sums])
+        known = {**self.sums}  # another thread may step meanwhile
+        now = _sums([param for param in params if id(param) in known])
         if not now:
             return set()
         device = next(iter(now.values())).device  # which is waited for once
-        moved = [(total - self.sums[key]).to(device) for key, total in now.items()]
+        moved = [(total - known[key]).to(device) for key, total in now.items()]
         return {key for key, by in zip(now, torch.stack(moved).tolist(), strict=True) if by}
 
     def forget(self) -> None:

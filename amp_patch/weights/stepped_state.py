@@ -7,7 +7,7 @@ made, as a set of those that no weight decay is for; no groups, and no values of
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, MutableMapping
 from typing import Any
 
 from torch import Tensor
@@ -29,7 +29,7 @@ class SteppedState:
         """Enter the state of one tensor for another, if there is any, and what is noted of it."""
         for optimizer in self._alive():
             if old in optimizer.state:
-                optimizer.state[new] = optimizer.state.pop(old)
+                _move(optimizer.state, old, new)
             for notes in vars(optimizer).values():
                 if isinstance(notes, (set, dict)) and notes is not optimizer.state:
                     _note(notes, old, new, is_back=id(old) in self._noted)
@@ -53,6 +53,12 @@ class SteppedState:
                 yield optimizer
 
 
+def _move(entries: MutableMapping[Any, Any], old: Any, new: Any) -> None:
+    """Enter under another key, in two steps: an interrupt between them loses nothing."""
+    entries[new] = entries[old]
+    del entries[old]
+
+
 def _note(notes: set[Any] | dict[Any, Any], old: Tensor, new: Tensor, is_back: bool) -> None:
     """Let what is noted of a tensor, or of its id, hold for another: for the first one as well.
 
@@ -67,7 +73,10 @@ def _note(notes: set[Any] | dict[Any, Any], old: Tensor, new: Tensor, is_back: b
     if not isinstance(first, (Tensor, int)) or was not in notes:
         return
     if isinstance(notes, dict):
-        notes[now] = notes.pop(was) if is_back else notes[was]
+        if is_back:
+            _move(notes, was, now)
+        else:
+            notes[now] = notes[was]
         return
     notes.add(now)
     if is_back:

@@ -33,6 +33,32 @@ def test_it_moves_in_every_optimizer_that_lives_and_has_it() -> None:
     assert kept.state[new] is moved
 
 
+class Interrupted(dict[Any, Any]):
+    """Once Ctrl-C comes when an entry has just been taken out, or is about to be."""
+
+    def pop(self, *args: Any) -> Any:
+        super().pop(*args)
+        raise KeyboardInterrupt
+
+    def __delitem__(self, key: Any) -> None:
+        if "is_pressed" not in self:
+            self["is_pressed"] = True
+            raise KeyboardInterrupt
+        super().__delitem__(key)
+
+
+def test_an_interrupt_loses_no_state() -> None:
+    param, (optimizer, _) = two_optimizers()
+    new, moved = nn.Parameter(torch.zeros(2)), optimizer.state[param]
+    optimizer.state = Interrupted(optimizer.state)  # type: ignore[assignment]  # a dict will do
+    state = SteppedState([optimizer])
+    with pytest.raises(KeyboardInterrupt):
+        state.move(param, new)
+    state.move(param, new)
+    assert optimizer.state[new] is moved
+    assert param not in optimizer.state
+
+
 def test_what_has_the_shape_of_a_tensor_follows_it_to_its_device() -> None:
     _, optimizers = two_optimizers()
     there = nn.Parameter(torch.zeros(2, device="meta"))
