@@ -87,6 +87,18 @@ def test_steps_that_are_skipped_while_the_scale_settles_are_no_failure() -> None
     assert outcome_of_losses(lines, None).failure is None
 
 
+def test_a_run_that_skipped_steps_may_be_so_many_steps_behind() -> None:
+    falling = [float(step) for step in range(100, 0, -1)]
+    reference = outcome_of_losses(steps(*falling), None)
+    for skipped, deviation in ((5, 0.0), (2, 3 / 7.5), (0, 5 / 5.5), (17, 5 / 5.5)):
+        behind = steps(*[100.0] * skipped, skipped=skipped) + steps(*falling[skipped:])
+        for line, loss in zip(behind[90:], range(15, 5, -1), strict=True):
+            line["loss"] = float(loss)
+        outcome = outcome_of_losses(behind, None)
+        assert outcome.skipped == (skipped,)
+        assert outcome.deviation(reference) == pytest.approx(deviation)
+
+
 def test_a_number_that_is_printed_is_a_metric() -> None:
     pattern = re.compile(r"accuracy: ([0-9.]+)")
     assert outcome_of_output("accuracy: 0.5\naccuracy: 0.75\n", pattern, None).values == (0.75,)

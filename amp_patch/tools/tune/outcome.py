@@ -15,6 +15,8 @@ from amp_patch.tools.shares import share
 
 #: The share of a run's second half that may be skipped; in the first the loss scale settles.
 SKIPPED = 0.1
+#: The most steps that a loss scale of 2**16 is halved at, until it is 1.
+_SETTLES = 16
 #: Characters of an error that are told.
 WORDS = 100
 NO_LOSS = (
@@ -30,20 +32,27 @@ class Outcome:
     Attributes:
         values: of the loss one for each optimizer, else one; empty where it failed.
         losses: all of them, for each of the values; of another metric empty.
+        skipped: how many steps were, for each of the values; of another metric empty.
         failure: why it cannot be used, in words, all of them; None where it can.
     """
 
     values: tuple[float, ...] = ()
     losses: tuple[tuple[float, ...], ...] = ()
+    skipped: tuple[int, ...] = ()
     failure: str | None = None
 
     def deviation(self, reference: Outcome) -> float:
-        """Return the largest relative difference from the reference; inf where one failed."""
+        """Return the largest relative difference from the reference; inf where one failed.
+
+        A run whose loss scale had to settle has learned from fewer steps: its loss may as well be
+        near that of the reference up to so many steps before.
+        """
         if self.failure or reference.failure or len(self.values) != len(reference.values):
             return math.inf
-        losses = reference.losses or [()] * len(reference.values)
-        rows = zip(self.values, reference.values, losses, strict=True)
-        return max(abs(share(*row)) for row in rows)
+        losses = reference.losses or ((),) * len(self.values)
+        skipped = self.skipped or (0,) * len(self.values)
+        rows = zip(self.values, reference.values, losses, skipped, strict=True)
+        return max(_deviation(*row) for row in rows)
 
     def words(self) -> str:
         """Return the values, or the failure in a line."""
@@ -80,8 +89,8 @@ def outcome_of_losses(steps: Sequence[Mapping[str, Any]], error: str | None) -> 
         return Outcome(failure=error)
     half = steps[len(steps) // 2 :]
     skipped = sum(bool(step["skipped"]) for step in half)
-    by_optimizer = [_losses_of(steps, number) for number in sorted({s["optimizer"] for s in steps})]
-    trained = [losses for losses in by_optimizer if losses]
+    numbers = sorted({step["optimizer"] for step in steps if step["loss"] is not None})
+    trained = [_losses_of(steps, number) for number in numbers]
     means = [_last_tenth(losses) for losses in trained]
     if not means:
         return Outcome(failure=NO_LOSS)
@@ -89,7 +98,8 @@ def outcome_of_losses(steps: Sequence[Mapping[str, Any]], error: str | None) -> 
         return Outcome(failure="the loss is not finite")
     if skipped > max(1, SKIPPED * len(half)):
         return Outcome(failure=f"{skipped} of the last {len(half)} steps were skipped")
-    return Outcome(tuple(means), tuple(map(tuple, trained)))
+    skips = [sum(s["skipped"] for s in steps if s["optimizer"] == number) for number in numbers]
+    return Outcome(tuple(means), tuple(map(tuple, trained)), tuple(skips))
 
 
 def outcome_of_output(text: str, pattern: re.Pattern[str], error: str | None) -> Outcome:
@@ -127,10 +137,19 @@ def progress(steps: Sequence[Mapping[str, Any]]) -> float:
     return abs(share(_last_tenth(losses), sum(losses[:tenth]) / tenth))
 
 
+def _deviation(value: float, expected: float, losses: Sequence[float], skipped: int) -> float:
+    is_settling = skipped <= _SETTLES and skipped < len(losses) // 2
+    lags = range(1, skipped + 1) if is_settling else ()
+    near = [expected, *(_last_tenth(losses, lag) for lag in lags)]
+    return min(abs(share(value, one, losses)) for one in near)
+
+
 def _losses_of(steps: Sequence[Mapping[str, Any]], optimizer: int) -> list[float]:
     return [s["loss"] for s in steps if s["optimizer"] == optimizer and s["loss"] is not None]
 
 
-def _last_tenth(losses: Sequence[float]) -> float:
-    tenth = losses[-max(1, len(losses) // 10) :]
+def _last_tenth(losses: Sequence[float], lag: int = 0) -> float:
+    """Return the mean of so many losses, which end a few steps before the last one."""
+    end = len(losses) - lag
+    tenth = losses[end - max(1, len(losses) // 10) : end]
     return sum(tenth) / len(tenth)

@@ -154,7 +154,9 @@ class Search:
         """Return a metric and its deviation in words."""
         if outcome.failure:
             return outcome.words()
-        return f"{outcome.words()} ({outcome.deviation(self.reference):.2%} from fp32)"
+        skipped = max(outcome.skipped, default=0)
+        lag = f", {skipped} steps skipped" if skipped else ""
+        return f"{outcome.words()} ({outcome.deviation(self.reference):.2%} from fp32{lag})"
 
     def _measure_reference(self) -> None:
         self.reference = self._trials.metric(FP32)

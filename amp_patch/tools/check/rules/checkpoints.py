@@ -64,12 +64,12 @@ def amp_loaded_early(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
     "save model.state_dict(), which has the float32 values, or a copy.deepcopy(model)",
 )
 def model_pickled(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
-    """A torch.save of a model that initialize has stored in half."""
-    for call in trace.named("torch.save"):
+    """A torch.save or pickle of a model that initialize has stored in half."""
+    for call in trace.named("torch.save", "pickle.dump", "pickle.dumps"):
         for value in _inside(call.arguments.get("obj", 0) or Value()):
             inits = trace.of_models(value, call)
             if any(one.is_at("O2", "O3", "O5") and one.call.order < call.order for one in inits):
-                yield call.node, "torch.save of the model itself"
+                yield call.node, f"{call.name} of the model itself"
                 break
 
 
