@@ -6,7 +6,6 @@ adds to it. Tensors, lists and dicts, nested; knows nothing of levels.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -124,12 +123,24 @@ def _put(
 
 def _write(given: Tensor, cast: Tensor) -> None:
     """Write the elements of a cast that are no longer the rounded ones; the others stay exact."""
-    if given.shape != cast.shape or given.layout is not torch.strided:
-        return
-    is_leaf = given.requires_grad and given.is_leaf  # to which the model wrote without gradients
-    with torch.no_grad() if is_leaf else contextlib.nullcontext():
+    if given.shape == cast.shape and _may_be_written(given):
         is_kept = given.detach().to(cast.dtype) == cast
         given.copy_(torch.where(is_kept, given, cast.to(given.dtype)))
+
+
+def _may_be_written(given: Tensor) -> bool:
+    """Tell whether torch lets a model write to it: the model wrote to a cast, which it may."""
+    if given.layout is not torch.strided or _is_expanded(given):
+        return False
+    if given.is_leaf:
+        return not given.requires_grad
+    return not hasattr(given.grad_fn, "_saved_result")  # as a sigmoid's, which its backward reads
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    return any(
+        size > 1 and step == 0 for size, step in zip(tensor.shape, tensor.stride(), strict=True)
+    )
 
 
 #: Of the models that run now.
