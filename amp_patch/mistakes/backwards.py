@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from amp_patch.casting.torch_compile import never_trace
 from amp_patch.step.optimizer_step import OptimizerStep
+from amp_patch.step.prepared_optimizers import Reached
 from amp_patch.step.scalar_backward import short_for_scalars
 from amp_patch.step.watched_backward import refuse_another_backward, refuse_late_backward
 from amp_patch.warn_once import warn_once
@@ -70,7 +71,8 @@ class Backwards:
         running: the steps of optimizers that run.
         after_lone: called behind each backward while no optimizer is prepared, whose step would
             tell that weights change: a script may write to them by hand, through ``.data`` say.
-        before_plain, after_plain: called around each backward of no scaled loss.
+        before_plain, after_plain: called around each backward of no scaled loss, with what returns
+            the ids of the leaves that it reaches.
         prepared: the prepared optimizers; false without any.
 
     Attributes:
@@ -89,8 +91,8 @@ class Backwards:
         delayed: Callable[[], Iterable[Tensor]],
         running: Sequence[OptimizerStep],
         after_lone: Callable[[], None],
-        before_plain: Callable[[], None],
-        after_plain: Callable[[], None],
+        before_plain: Callable[[Reached], None],
+        after_plain: Callable[[Reached], None],
         prepared: Collection[Optimizer],
     ) -> None:
         self._delayed, self._running = delayed, running
@@ -140,27 +142,28 @@ class Backwards:
                 given = kwargs.get("grad_tensors", args[0] if args else None)
                 creates_graph = kwargs.get("create_graph", args[2] if len(args) > 2 else False)
                 is_plain = self._look(tensors, given, kwargs.get("inputs"), creates_graph)
+            reached = _reached_by(tensors) if is_plain else set
             if is_plain and prepared and not running:
-                self._lead()
+                self._lead(reached)
             result = run(tensors, *args, **kwargs)
             if is_plain or running or not prepared:
-                self._follow(is_plain)
+                self._follow(is_plain, reached)
             return result
 
         return backward
 
-    def _lead(self) -> None:
+    def _lead(self, reached: Reached) -> None:
         """A backward begins that is of no scaled loss."""
         if torch._C._current_graph_task_id() == -1:
-            self._before_plain()
+            self._before_plain(reached)
 
-    def _follow(self, is_plain: bool) -> None:
+    def _follow(self, is_plain: bool, reached: Reached) -> None:
         """A backward has ended that is of no scaled loss, in a step, or beside no optimizer."""
         if torch._C._current_graph_task_id() == -1:
             if not self._prepared:
                 self._after_lone()
             elif is_plain and not self._running:
-                self._after_plain()
+                self._after_plain(reached)
         for step in [*self._running]:
             step.receive_in_step()
 
@@ -356,6 +359,10 @@ def _number(node: Any, name: str) -> float:
     """Return a number that a node has saved; 0 where it has none."""
     saved = getattr(node, name, None)
     return float(saved) if isinstance(saved, Tensor) and saved.numel() == 1 else 0.0
+
+
+def _reached_by(tensors: Any) -> Reached:
+    return functools.cache(lambda: set(map(id, leaves_of(tensors))))
 
 
 def leaves_of(loss: Any) -> list[Tensor]:

@@ -125,7 +125,8 @@ class UnpreparedParams:
         self._losses_to_look_at -= 1
         steps = list(optimizers.steps.values())
         masters = chain.from_iterable(step.backward.pairs().master for step in steps)
-        known = set(map(id, chain(optimizers.params(), masters, self._alive())))
+        here = self._alive(threading.get_ident())
+        known = set(map(id, chain(optimizers.params(), masters, here)))
         new = [leaf for leaf in leaves if id(leaf) not in known]
         self._params += _Watched.here(new)
         self._reached.append(Watch.of(new, self._plain_backwards()))

@@ -286,7 +286,7 @@ class OptimizerBackward:
             )
 
     @property
-    def _is_here(self) -> bool:
+    def is_here(self) -> bool:
         """False in a thread that trains its own models, while another one trains these."""
         return self._thread in (None, threading.get_ident())
 
@@ -300,7 +300,7 @@ class OptimizerBackward:
             What `note_foreign` needs.
         """
         self.zeroing.note_other()
-        is_here = self._is_here
+        is_here = self.is_here
         source = None if self._fused is None else self._fused.lazy.source
         if is_here and self._fused is not None and source is not None and source.is_half:
             self._fused.lazy.materialize()  # unscales half gradients, which may be written to
@@ -348,15 +348,14 @@ class OptimizerBackward:
 
     def give_back_gradients(self) -> None:
         """A backward outside of ``scale_loss`` begins; see `Gradients.give_back`."""
-        if self.masters is None or self.is_open or not self._is_here:
+        if self.masters is None or self.is_open:
             return
         self.gradients.stepped.follow()
         self.gradients.give_back(self.pairs())
 
     def offer_gradients(self) -> None:
         """A backward outside of ``scale_loss`` has ended: a script may read what masters get."""
-        takes = self.gradients.take_unscaled and self._is_here
-        if self.masters is not None and not self.is_open and takes:
+        if self.masters is not None and not self.is_open and self.gradients.take_unscaled:
             pairs = self.pairs()
             if not are_same(*pairs) and not have_none(pairs.model):
                 self._offer.make(*pairs)

@@ -32,6 +32,9 @@ from .replaced_methods import bases_without_hooks
 from .shared_scalers import SharedScalers
 from .skip import Pending
 
+#: Returns the ids of the leaves that a backward reaches; its graph is looked through once.
+Reached = Callable[[], set[int]]
+
 
 class PreparedOptimizers:
     """What was set up for each optimizer; both go when the user drops the optimizer.
@@ -275,19 +278,29 @@ class PreparedOptimizers:
         every = [reference() for reference in self._steps]
         return [step.backward for step in every if step is not None and step not in steps]
 
-    def give_back_gradients(self) -> None:
-        """See `OptimizerBackward.give_back_gradients`."""
-        for one in self._with_masters():
+    def give_back_gradients(self, reached: Reached) -> None:
+        """See `OptimizerBackward.give_back_gradients`; of the backward of another model nothing."""
+        for one in self._with_masters(reached):
             one.give_back_gradients()
 
-    def offer_gradients(self) -> None:
-        """See `OptimizerBackward.offer_gradients`."""
-        for one in self._with_masters():
+    def offer_gradients(self, reached: Reached) -> None:
+        """See `OptimizerBackward.offer_gradients`; arguments are those of `give_back_gradients`."""
+        for one in self._with_masters(reached):
             one.offer_gradients()
 
-    def _with_masters(self) -> list[OptimizerBackward]:
+    def _with_masters(self, reached: Reached) -> list[OptimizerBackward]:
+        """Return those with masters, but what another thread trains, and a backward leaves alone.
+
+        Args:
+            reached: see `Reached`, of a backward in this thread.
+        """
         steps = [reference() for reference in self._steps] if self._masters else []
-        return [step.backward for step in steps if step is not None and step.masters is not None]
+        every = [step.backward for step in steps if step is not None and step.masters is not None]
+        return [
+            one
+            for one in every
+            if one.is_here or not reached().isdisjoint(map(id, one.pairs().model))
+        ]
 
     def settle(self) -> None:
         """Finish every check that ``delay_overflow_check`` left open."""

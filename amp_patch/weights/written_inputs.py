@@ -6,6 +6,7 @@ adds to it. Tensors, lists and dicts, nested; knows nothing of levels.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -123,24 +124,18 @@ def _put(
 
 def _write(given: Tensor, cast: Tensor) -> None:
     """Write the elements of a cast that are no longer the rounded ones; the others stay exact."""
-    if given.shape == cast.shape and _may_be_written(given):
-        is_kept = given.detach().to(cast.dtype) == cast
-        given.copy_(torch.where(is_kept, given, cast.to(given.dtype)))
-
-
-def _may_be_written(given: Tensor) -> bool:
-    """Tell whether torch lets a model write to it: the model wrote to a cast, which it may."""
-    if given.layout is not torch.strided or _is_expanded(given):
-        return False
-    if given.is_leaf:
-        return not given.requires_grad
-    return not hasattr(given.grad_fn, "_saved_result")  # as a sigmoid's, which its backward reads
-
-
-def _is_expanded(tensor: Tensor) -> bool:
-    return any(
-        size > 1 and step == 0 for size, step in zip(tensor.shape, tensor.stride(), strict=True)
-    )
+    if given.is_nested or given.layout is not torch.strided or given.shape != cast.shape:
+        return
+    if hasattr(given.grad_fn, "_saved_result"):  # as a sigmoid's, which its backward reads
+        return
+    wide, known = cast.to(given.dtype), given.detach()
+    exact = torch.where(known.to(cast.dtype) == cast.detach(), known, wide.detach())
+    if cast.requires_grad:  # also for what was multiplied by 1
+        exact = wide + (exact - wide.detach()).nan_to_num(0, 0, 0)
+    # Torch lets nobody write to a leaf that requires gradients, to an expanded tensor, or to one of
+    # several views that one function has made.
+    with contextlib.suppress(RuntimeError):
+        given.copy_(exact)
 
 
 #: Of the models that run now.

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from amp_patch import amp as core
 from amp_patch.session import session
 from amp_patch.step.gradients import Gradients
 
@@ -122,3 +124,27 @@ def test_nobody_touches_gradients_that_another_thread_has_in_hand(
     assert calls == []
     nn.Linear(4, 4)(torch.ones(2, 4)).mean().backward()
     assert calls == [1]
+
+
+def backward(model: nn.Module) -> None:
+    model(torch.ones(2, 4)).square().sum().backward()
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_training_of_two_threads_is_one(amp: ModuleType, level: str) -> None:
+    """One computes plain backwards, the other clears, clips by hand and steps."""
+    trained = []
+    for run in (lambda act: act(), in_thread):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        amp.initialize(model, optimizer, opt_level=level, loss_scale=1.0, verbosity=0)
+        for _ in range(3):
+            optimizer.zero_grad()
+            run(partial(backward, model))
+            for master in optimizer.param_groups[0]["params"]:
+                master.grad.clamp_(-0.5, 0.5)
+            optimizer.step()
+        trained.append([value.clone() for value in model.state_dict().values()])
+        core.deactivate()
+    assert all(map(torch.equal, *trained))

@@ -80,14 +80,29 @@ def test_gradients_flow_through_what_was_written(amp: ModuleType, level: str) ->
 
 
 @LEVELS
+def test_gradients_flow_through_a_write_that_changes_nothing(amp: ModuleType, level: str) -> None:
+    def write(layer: nn.Linear, x: Tensor) -> None:
+        x.mul_(layer.bias / layer.bias.detach())  # by 1
+
+    for one in prepared(amp, level, write):
+        x = torch.tensor([[THIRD, 2.0, 3.0]])
+        one(x)
+        (x * 2).sum().backward()
+        assert x.tolist() == [[torch.tensor(THIRD).item(), 2.0, 3.0]]
+        expected = torch.tensor([2 * THIRD, 4.0, 6.0]) / one.layer.bias.detach().float()
+        torch.testing.assert_close(one.layer.bias.grad.float(), expected, rtol=2e-2, atol=1e-2)
+
+
+@LEVELS
 @pytest.mark.parametrize(
     "make",
     [
         lambda x: x.requires_grad_(),
         lambda x: x.requires_grad_().sigmoid(),  # whose backward reads it
         lambda x: x[:1].expand(2, 3),
+        lambda x: (torch.stack([x, x]).requires_grad_() * 1).unbind()[0],
     ],
-    ids=["leaf", "saved", "expanded"],
+    ids=["leaf", "saved", "expanded", "one of several"],
 )
 def test_what_plain_pytorch_would_refuse_to_write_to_stays(
     amp: ModuleType, level: str, make: Callable[[Tensor], Tensor]
