@@ -123,7 +123,6 @@ class OptimizerBackward:
         self._thread: int | None = None
         self._pass: OpenPass | None = None
         self._is_scaled = True
-        self._scale: float | Tensor = 1.0
 
     @property
     def ranks(self) -> StepRanks:
@@ -193,7 +192,6 @@ class OptimizerBackward:
         if self.skip.outcome and self.gradients.are_left and not self.ranks.groups:
             self.skip.note_left()
         self.is_open, self._pass, self._is_scaled = True, backward_pass, is_scaled
-        self._scale = scale
         self._thread = threading.get_ident()
         if self.masters is not None:
             self.masters.own_gradients.keeps_sums = False
@@ -340,7 +338,7 @@ class OptimizerBackward:
             if self.is_open and self.masters is not None:
                 self._end_early()
             if self.gradients.stepped.wait_to_be_read and not self.gradients.are_pending:
-                self._offer.make(*self.pairs())  # it may be for their values
+                self._offer.withdraw()  # most often it is for their values
             else:
                 self.show_gradients()
         if self.masters is not None and not _reading.is_on:
@@ -404,8 +402,7 @@ class OptimizerBackward:
             self.gradients.note_shown(self.pairs())
             stepped = self.gradients.stepped
             if (stepped.are_left or stepped.wait_to_be_read) and not self.gradients.are_pending:
-                # a fused step reads half gradients as the backward left them
-                stepped.show(self.pairs(), 1.0 if self._fused is None else self._scale)
+                stepped.show(self.pairs())
 
     def clip(self, max_norm: float, norm_type: float, stages: ProcessGroup | None) -> Tensor:
         """Clip the gradients that are stepped, unscaled ones; see `ClippedGradients.clip`."""
@@ -532,7 +529,8 @@ class OptimizerBackward:
         self._thread = threading.get_ident()
         self.zeroing.end_step()
         self.forget_gradients()
-        self.gradients.stepped.note_step(is_made)
+        # a fused step reads half gradients as the backward left them, scaled
+        self.gradients.stepped.note_step(is_made and self._fused is None)
         self.offer_stepped()
 
     def forget_gradients(self) -> None:

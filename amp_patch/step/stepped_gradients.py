@@ -35,7 +35,7 @@ class SteppedGradients:
 
     def __init__(self, used: UsedGradients, own: OwnGradients) -> None:
         self._used, self._own = used, own
-        self._is_made = False
+        self._waits = False
         self.shown: Sequence[tuple[Tensor, Tensor]] = ()
 
     @property
@@ -46,27 +46,24 @@ class SteppedGradients:
     @property
     def wait_to_be_read(self) -> bool:
         """True behind a step of what blocks left, until they are shown or the next block begins."""
-        return self._is_made and not (self.are_left or self.shown)
+        return self._waits and not (self.are_left or self.shown)
 
-    def note_step(self, is_made: bool) -> None:
-        """Note that a step has been made, or skipped."""
-        self._is_made = is_made
-
-    def show(self, pairs: ParamPairs, scale: float | Tensor = 1.0) -> None:
-        """Let masters have copies of those that are still as the step left them.
+    def note_step(self, is_shown: bool) -> None:
+        """Note that a step has ended.
 
         Args:
-            pairs: of which.
-            scale: what those of blocks are still multiplied by.
+            is_shown: whether the half gradients are what it has used.
         """
-        left, factor = (self._used.left(), 1.0) if self.are_left else (self._used.alive(), scale)
-        used = set(map(id, left))
+        self._waits = is_shown
+
+    def show(self, pairs: ParamPairs) -> None:
+        """Let masters have copies of those that are still as the step left them."""
+        used = set(map(id, self._used.left() if self.are_left else self._used.alive()))
         shown: list[tuple[Tensor, Tensor]] = []
         for param, master in zip(*pairs, strict=True):
             grad = stored_grad(param)
             if grad is not None and id(grad) in used and stored_grad(master) is None:
-                copy = grad.detach().to(master.dtype, copy=True)
-                store_grad(master, copy.div_(factor))
+                store_grad(master, grad.detach().to(master.dtype, copy=True))
                 self._own.note(master)
                 shown.append((param, master))
         self.shown = shown
@@ -78,7 +75,7 @@ class SteppedGradients:
             steps: whether what a script wrote stays at masters, for a step; else it goes to the
                 half parameters, rounded, for a backward that adds to it.
         """
-        self._is_made = False
+        self._waits = False
         if not self.shown:
             return
         written = self._written()

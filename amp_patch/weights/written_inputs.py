@@ -7,6 +7,7 @@ adds to it. Tensors, lists and dicts, nested; knows nothing of levels.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -62,13 +63,33 @@ class WrittenInputs(threading.local):
             while calls[-1][0] != model:  # an interrupt has left these
                 calls.pop()
         _, passed = calls.pop()
-        for given, cast, before in passed:
-            if type(cast) is Tensor:
-                if cast._version != before:
-                    _write(given, cast)
-            elif before is not None and _differs(_items(cast), before):
-                given_of = {id(got): one for one, got, _ in passed}
-                _put(given, _items(cast), before, given_of, convert)
+        written = [one for one in passed if _is_written(*one)]
+        if written:
+            _give_back(written, passed, convert)
+
+
+def _is_written(given: Any, cast: Any, before: Any) -> bool:
+    if type(cast) is Tensor:
+        return bool(cast._version != before)
+    return before is not None and _differs(_items(cast), before)
+
+
+def _give_back(
+    written: Sequence[_Passed], passed: Sequence[_Passed], convert: Callable[[Any], Any]
+) -> None:
+    tensors = [
+        (given, cast, _is_kept(given, cast))
+        for given, cast, _ in written
+        if type(cast) is Tensor and _may_be_written(given, cast)
+    ]
+    for one in tensors:  # behind all looks, for one tensor may have been passed twice
+        _write(*one)
+    for given, cast, before in written:
+        if type(cast) is not Tensor:
+            known = {id(item): item for item in before.values()}
+            known.update((id(got), one) for one, got, _ in passed)
+            given_back = functools.partial(_converted, known=known, convert=convert)
+            _put(given, _items(cast), before, given_back)
 
 
 def _within(given: Any, cast: Any) -> Iterator[_Passed]:
@@ -94,11 +115,28 @@ def _differs(now: Mapping[Any, Any], before: Mapping[Any, Any]) -> bool:
     return now.keys() != before.keys() or any(now[key] is not item for key, item in before.items())
 
 
+def _converted(item: Any, known: dict[int, Any], convert: Callable[[Any], Any]) -> Any:
+    """Return what a caller gets for something that a model has put into a list or a dict.
+
+    Args:
+        item: of the model; in new lists and dicts items are replaced.
+        known: what the caller knows it as, by the id of what the model has.
+        convert: see `WrittenInputs.give_back`.
+    """
+    if id(item) in known:
+        return known[id(item)]
+    if type(item) not in (dict, list):
+        return convert(item)
+    known[id(item)] = item  # it may hold itself
+    for key, inner in _items(item).items():
+        item[key] = _converted(inner, known, convert)
+    return item
+
+
 def _put(
     given: Any,
     now: Mapping[Any, Any],
     before: Mapping[Any, Any],
-    given_of: Mapping[int, Any],
     convert: Callable[[Any], Any],
 ) -> None:
     """Have in a list or a dict what is in its cast now.
@@ -106,12 +144,9 @@ def _put(
     Args:
         given: the list or dict.
         now, before: what is in the cast, and what was.
-        given_of: what was passed, by the id of its cast.
-        convert: see `WrittenInputs.give_back`.
+        convert: returns what its caller gets for an item.
     """
-    known: dict[int, Any] = {id(item): item for item in before.values()}
-    known.update(given_of)
-    items = {key: known[id(one)] if id(one) in known else convert(one) for key, one in now.items()}
+    items = {key: convert(item) for key, item in now.items()}
     if isinstance(given, list):
         given[:] = items.values()
         return
@@ -122,14 +157,20 @@ def _put(
             given[key] = item
 
 
-def _write(given: Tensor, cast: Tensor) -> None:
-    """Write the elements of a cast that are no longer the rounded ones; the others stay exact."""
+def _may_be_written(given: Tensor, cast: Tensor) -> bool:
     if given.is_nested or given.layout is not torch.strided or given.shape != cast.shape:
-        return
-    if hasattr(given.grad_fn, "_saved_result"):  # as a sigmoid's, which its backward reads
-        return
-    wide, known = cast.to(given.dtype), given.detach()
-    exact = torch.where(known.to(cast.dtype) == cast.detach(), known, wide.detach())
+        return False
+    return not hasattr(given.grad_fn, "_saved_result")  # as a sigmoid's, which its backward reads
+
+
+def _is_kept(given: Tensor, cast: Tensor) -> Tensor:
+    """Return where a cast holds what it was given, rounded: there the caller's stays exact."""
+    return given.detach().to(cast.dtype) == cast.detach()
+
+
+def _write(given: Tensor, cast: Tensor, is_kept: Tensor) -> None:
+    wide = cast.to(given.dtype)
+    exact = torch.where(is_kept, given.detach(), wide.detach())
     if cast.requires_grad:  # also for what was multiplied by 1
         exact = wide + (exact - wide.detach()).nan_to_num(0, 0, 0)
     # Torch lets nobody write to a leaf that requires gradients, to an expanded tensor, or to one of

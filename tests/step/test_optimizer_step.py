@@ -29,8 +29,6 @@ from torch import nn
 from torch.optim import LBFGS, SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
-from amp_patch.weights.parameter_lists import stored_grad
-
 F16, F32 = torch.float16, torch.float32
 INF, NAN = float("inf"), float("nan")
 
@@ -179,10 +177,7 @@ def test_masters_gradients_go_with_the_step(amp: ModuleType) -> None:
     for factor in (1.0, INF):
         backward(amp, model, optimizer, factor)
         optimizer.step()
-        masters = list(amp.master_params(optimizer))
-        assert [stored_grad(master) for master in masters] == [None, None]
-        # what a made step has used can be read, see `test_stepped_gradients`
-        assert [master.grad is None for master in masters] == [factor == INF] * 2
+        assert [master.grad for master in amp.master_params(optimizer)] == [None, None]
 
 
 def test_step_passes_arguments_and_result_on(amp: ModuleType) -> None:

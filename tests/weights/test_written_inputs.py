@@ -136,6 +136,31 @@ def test_a_batch_has_what_the_model_adds_in_the_dtype_of_its_outputs(
     assert_alike(*batches)
 
 
+@LEVELS
+def test_one_tensor_that_was_passed_twice_has_both_writes(amp: ModuleType, level: str) -> None:
+    def write(layer: nn.Linear, one: Tensor, batch: dict[str, Tensor]) -> None:
+        one[0] = 7
+        batch["x"][1] = 5
+
+    for one in prepared(amp, level, write):
+        x = torch.zeros(3)
+        one(x, {"x": x})
+        assert x.tolist() == [7.0, 5.0, 0.0]
+
+
+@LEVELS
+def test_new_containers_hold_what_the_caller_knows(amp: ModuleType, level: str) -> None:
+    def add(layer: nn.Linear, batch: dict[str, Any]) -> None:
+        batch["new"] = {"parent": batch, "x": [batch["x"], layer(batch["x"])]}
+
+    for one in prepared(amp, level, add):
+        batch: dict[str, Any] = {"x": torch.ones(1, 3)}
+        one(batch)
+        assert batch["new"]["parent"] is batch
+        assert batch["new"]["x"][0] is batch["x"]
+        assert batch["new"]["x"][1].dtype is torch.float32
+
+
 class Refuses(OrderedDict[str, Any]):
     """As the outputs of transformers, which can be written to by single keys only."""
 
