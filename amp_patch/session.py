@@ -440,7 +440,7 @@ def _read_state(
             "optimizer steps masters of these; got assign=True. Leave it out, or call "
             "amp.deactivate() first."
         )
-    session.store.read_state(module, dict(state), prefix)
+    session.store.read_state(module, state, prefix)
 
 
 def _before_state(model: nn.Module, prefix: str, keep_vars: bool) -> None:

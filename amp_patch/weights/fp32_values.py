@@ -10,7 +10,7 @@ A half buffer has a value as well, where half precision cannot hold it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from itertools import chain, count
 from typing import Any
 
@@ -22,7 +22,7 @@ from amp_patch.casting.mode import HALVES
 from amp_patch.distributed.process_groups import is_on
 from amp_patch.distributed.shards import detached, is_spread, place, same_numbers, version_of
 
-from .handed_out import HandedOut, bits_of
+from .handed_out import HandedOut, bits_of, have_same_bits
 
 
 class Versions:
@@ -274,7 +274,8 @@ class FP32Values:
         else:
             value = detached(entry.value).to(param.device, torch.float32)
             rounded = value.to(param.dtype)
-            if not (entry.wins(self.version_of(param)) or same_numbers(rounded, param)):
+            wins = entry.wins(self.version_of(param)) or have_same_bits(rounded, param)
+            if not (wins or same_numbers(rounded, param)):
                 value = torch.where(rounded == param, value, param.float())
         came_in = None if param.requires_grad else self._came_in.get(param)
         if came_in is not None and _can_hold(came_in, value):
@@ -343,7 +344,7 @@ class FP32Values:
 
     @torch.inference_mode(False)  # what is kept of the state must be no inference tensors
     @torch.no_grad()
-    def read_state(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
+    def read_state(self, module: nn.Module, state: Mapping[str, Any], prefix: str) -> None:
         """Set the values of ``module`` itself from a state dict that is about to be loaded."""
         self.handed_out.take_over([module])
         for name, tensor in chain(module._parameters.items(), module._buffers.items()):
