@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from amp_patch.kernels.strips import lie_alike
 from amp_patch.patching import Patches
+from amp_patch.weights.gradient_offer import class_of
 
 #: Returns whether a tensor is on a GPU for which torch has fused kernels.
 ON_GPU: Callable[[Tensor], bool] = operator.attrgetter("is_cuda")
@@ -101,7 +102,7 @@ def _is_left_to_torch(group: Mapping[str, Any]) -> bool:
     if any(isinstance(beta, Tensor) for beta in group["betas"]):
         return False
     return all(
-        type(param) in (Tensor, nn.Parameter) and param.dtype is torch.float32 and ON_GPU(param)
+        class_of(param) in (Tensor, nn.Parameter) and param.dtype is torch.float32 and ON_GPU(param)
         for param in group["params"]
     )
 

@@ -70,6 +70,12 @@ class GradientOffer:
         return asking
 
 
+def class_of(tensor: Tensor) -> type[Any]:
+    """Return the class of a tensor, also while it is a master that asks."""
+    own = type(tensor)
+    return own.__mro__[1] if "_giver" in vars(own) else own
+
+
 def _ask(master: Any) -> None:
     asking, giver = type(master), master._giver()
     if giver is not None:
