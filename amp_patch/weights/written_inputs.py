@@ -119,7 +119,7 @@ def _converted(item: Any, known: dict[int, Any], convert: Callable[[Any], Any]) 
     """Return what a caller gets for something that a model has put into a list or a dict.
 
     Args:
-        item: of the model; in new lists and dicts items are replaced.
+        item: of the model, which may keep it: a list or dict is left alone.
         known: what the caller knows it as, by the id of what the model has.
         convert: see `WrittenInputs.give_back`.
     """
@@ -127,10 +127,14 @@ def _converted(item: Any, known: dict[int, Any], convert: Callable[[Any], Any]) 
         return known[id(item)]
     if type(item) not in (dict, list):
         return convert(item)
-    known[id(item)] = item  # it may hold itself
-    for key, inner in _items(item).items():
-        item[key] = _converted(inner, known, convert)
-    return item
+    new: Any = type(item)()
+    known[id(item)] = new  # it may hold itself
+    items = {key: _converted(inner, known, convert) for key, inner in _items(item).items()}
+    if not _differs(items, _items(item)):
+        known[id(item)] = item
+        return item
+    (new.extend(items.values()) if isinstance(new, list) else new.update(items))
+    return new
 
 
 def _put(

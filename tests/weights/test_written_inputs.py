@@ -161,6 +161,23 @@ def test_new_containers_hold_what_the_caller_knows(amp: ModuleType, level: str) 
         assert batch["new"]["x"][1].dtype is torch.float32
 
 
+@LEVELS
+def test_what_the_model_keeps_stays_as_it_is(amp: ModuleType, level: str) -> None:
+    def add(layer: nn.Linear, batch: dict[str, Any], kept: list[Any], counts: list[int]) -> None:
+        kept.append(layer(batch["x"]))
+        counts.append(1)
+        batch["kept"], batch["counts"] = kept, counts
+
+    model, _ = prepared(amp, level, add)
+    kept: list[Any] = []
+    counts: list[int] = []
+    batch: dict[str, Any] = {"x": torch.ones(1, 3)}
+    model(batch, kept, counts)
+    assert kept[0].dtype is model.layer.weight.dtype
+    assert batch["kept"][0].dtype is torch.float32
+    assert batch["counts"] is counts
+
+
 class Refuses(OrderedDict[str, Any]):
     """As the outputs of transformers, which can be written to by single keys only."""
 
