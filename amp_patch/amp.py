@@ -33,7 +33,7 @@ from .optimizers.groups import params_of
 from .requested_level import Resolved
 from .scaling import loss_scaler
 from .session import session
-from .step.scaled_loss import ScaledLoss, UnscaledLoss, open_scale
+from .step.scaled_loss import ScaledLoss, UnscaledLoss, open_scale, with_torchs_backward
 from .step.watched_backward import tell_of_leaf
 from .user_functions import (
     bfloat16_function,
@@ -278,7 +278,7 @@ def scale_loss(
     steps = session.steps_of(optimizers, "with amp.scale_loss(loss, optimizer)")
     if steps is None:
         return contextlib.nullcontext(loss)
-    loss = arguments.loss_of(loss)
+    loss = with_torchs_backward(arguments.loss_of(loss))
     if loss.grad_fn is None and loss.requires_grad:
         tell_of_leaf(loss)
     may_be_plain = not delay_unscale and not delay_overflow_check

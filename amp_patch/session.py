@@ -274,7 +274,7 @@ class Session:
         on_error.callback(self.deactivate)
         torch_compile.make_tables()
         torch_sites.install(self._torch_patches, self.guard.replacements())
-        data_reads.install(self._torch_patches, self.cache.doubt, self.store.note_set)
+        data_reads.install(self._torch_patches, self._note_data_read, self.store.note_set)
         self.guard.follow_imports(self._torch_patches)
         torch_compile.compile_nothing_of_ours_alone(self._torch_patches)
         torch_compile.trace_into_regions(self._torch_patches)
@@ -319,6 +319,10 @@ class Session:
         self._at_deactivate = [one for one in self._at_deactivate if one[1]() is not None]
         if undo not in (one for one, _ in self._at_deactivate):
             self._at_deactivate.append((undo, weakref.ref(self if of is None else of)))
+
+    def _note_data_read(self, param: nn.Parameter) -> None:
+        self.cache.doubt(param)
+        self.optimizers.note_data_read(param)
 
     def show_writes(self, model: nn.Module | None = None) -> None:
         """Have what was written to masters and to the last state dicts in the parameters.

@@ -261,6 +261,11 @@ class OptimizerStep:
         if self.masters is not None and self._thread == threading.get_ident():
             self.backward.receive_unscaled()
 
+    def note_data_read(self, stepped: Tensor) -> None:
+        """A script is about to read ``stepped.data``, and may write to it."""
+        if self.masters is not None and not self._is_stepping:
+            self.masters.note_data_read(stepped)
+
     def _call_own(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method that torch's optimizers do not have, as ``first_step`` of SAM.
 

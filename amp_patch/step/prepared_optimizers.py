@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -197,17 +197,26 @@ class PreparedOptimizers:
 
     def show_writes(self) -> None:
         """A forward comes next; see `MasterWeights.show_writes`."""
-        for reference in [*self._masters]:
-            masters = reference()
-            if masters is not None:
-                masters.show_writes()
+        for masters in self._living_masters():
+            masters.show_writes()
 
     def note_writes(self) -> None:
         """The values of parameters are asked for; see `MasterWeights.note_writes`."""
+        for masters in self._living_masters():
+            masters.note_writes()
+
+    def _living_masters(self) -> Iterator[MasterWeights]:
         for reference in [*self._masters]:
             masters = reference()
             if masters is not None:
-                masters.note_writes()
+                yield masters
+
+    def note_data_read(self, param: Tensor) -> None:
+        """The ``.data`` of a tensor is about to be read; see `MasterWeights.note_data_read`."""
+        for reference in [*self._steps] if self._masters else ():
+            step = reference()
+            if step is not None:
+                step.note_data_read(param)
 
     def param_of(self, stepped: Tensor) -> Tensor:
         """Return the half parameter of a master; a tensor that is no master stands for itself."""

@@ -34,6 +34,14 @@ def open_scale() -> float | None:
     return found[-1].scale() if found else None
 
 
+def with_torchs_backward(loss: Tensor) -> Tensor:
+    """Return the loss; a view of it where a script has set ``loss.backward``, to open a block."""
+    if "backward" not in vars(loss):
+        return loss
+    with torch.enable_grad():
+        return loss.view_as(loss)
+
+
 class _Block(contextlib.AbstractContextManager[Tensor]):
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(

@@ -224,6 +224,16 @@ class MasterWeights:
         if self._exposed is not None or self._unseen.is_looking:
             self._unless_in_a_step(self._note_writes)
 
+    def note_data_read(self, stepped: Tensor) -> None:
+        """Look for writes from now on, if a script reads the ``.data`` of a master.
+
+        What it writes to masters that were handed out is found without.
+        """
+        if id(stepped) not in self._params_by_master or self._exposed is not None:
+            return
+        if not self._unseen.is_looking:
+            self._unless_in_a_step(lambda: self._unseen.look_now(self._local(self._masters)))
+
     def _unless_in_a_step(self, act: Callable[[], None]) -> None:
         """Call ``act``, unless another thread steps the masters."""
         if self.lock.acquire(blocking=False):

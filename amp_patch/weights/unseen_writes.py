@@ -25,7 +25,8 @@ _FIRST_STEPS = 16
 class UnseenWrites:
     """Compares the bits of masters with what they were, in the first steps of a training.
 
-    Where it finds a write it looks in all later steps, too. A look reads all masters.
+    And behind a read of their ``.data``. Where it finds a write it looks in all later steps, too. A
+    look reads all masters.
 
     Args:
         sums: of the bits of each master, and its version then, by its address: two optimizers of
@@ -48,6 +49,15 @@ class UnseenWrites:
     def note(self, local: Sequence[Tensor]) -> None:
         """Note what this rank holds of the masters: all that was written to them is known."""
         self._sums.update(self._sums_of(local))
+
+    def look_now(self, local: Sequence[Tensor]) -> None:
+        """Look until a step has been made: who has read ``master.data`` may write to it.
+
+        Args:
+            local: what this rank holds of the masters, to which nothing has been written yet.
+        """
+        self._steps_left = max(self._steps_left, 1)
+        self.note(local)
 
     def keep_looking(self) -> None:
         """Look in all later steps, too: the script writes so."""

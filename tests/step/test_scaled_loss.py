@@ -654,3 +654,15 @@ def test_a_hook_asks_for_the_block_of_its_thread_and_else_for_the_last(amp: Modu
         is_done.set()
         thread.join()
     assert found == [8.0, 8.0, 32.0]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_loss_may_have_a_backward_of_its_own_that_opens_the_block(
+    amp: ModuleType, level: str
+) -> None:
+    model, optimizer = prepared(amp, level, 64.0)
+    loss = model.loss(2.0)
+    loss.backward = lambda: scaled_backward(amp, loss, optimizer)
+    loss.backward()
+    optimizer.step()
+    assert model.weight.tolist() == [-2.0, -2.0]

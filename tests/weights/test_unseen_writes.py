@@ -41,6 +41,22 @@ def nothing(masters: list[Tensor], step: int) -> None:
     """Write nothing."""
 
 
+def late(masters: list[Tensor], step: int) -> None:
+    """Write for the first time when nobody looks any more, as stochastic weight averaging does."""
+    if step == 20:
+        for master in masters:
+            master.data.mul_(0.3)
+
+
+def swapped(masters: list[Tensor], step: int) -> None:
+    """Write something else, and a part of what was there back."""
+    if step == 20:
+        kept = [master.data.clone() for master in masters]
+        for master, value in zip(masters, kept, strict=True):
+            master.data.fill_(7.0)
+            master.data.copy_(0.3 * value)
+
+
 def trained(
     amp: ModuleType | None, level: str, width: int, before: Write, behind: Write, steps: int = 9
 ) -> tuple[list[float], Tensor]:
@@ -85,6 +101,85 @@ def test_a_write_to_a_master_through_its_data_is_seen(
     assert plain != pytest.approx(exact, rel=0.02)
     assert found == pytest.approx(exact, rel=0.02)
     torch.testing.assert_close(found_output, output, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("width", [16, 3000])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize(
+    "before_and_behind",
+    [(nothing, late), (late, nothing), (nothing, swapped)],
+    ids=["behind the step", "before it", "swapped"],
+)
+def test_a_write_that_comes_late_is_seen(
+    amp: ModuleType, level: str, width: int, before_and_behind: tuple[Write, Write]
+) -> None:
+    exact, output = trained(None, level, width, *before_and_behind, steps=22)
+    found, found_output = trained(amp, level, width, *before_and_behind, steps=22)
+    plain, _ = trained(None, level, width, nothing, nothing, steps=22)
+    assert plain[-1] != pytest.approx(exact[-1], rel=0.1)
+    assert found == pytest.approx(exact, rel=0.04)
+    torch.testing.assert_close(found_output, output, rtol=0.05, atol=0.05)
+
+
+class Averaging(Adam):
+    """Has a method that writes averages into the weights, as torchcontrib's SWA has."""
+
+    @torch.no_grad()
+    def use_averages(self) -> None:
+        for param in self.param_groups[0]["params"]:
+            param.data.copy_(torch.full_like(param, 0.25))
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_method_of_the_optimizer_may_write_late(amp: ModuleType, level: str) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = Averaging(model.parameters())
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=64.0, verbosity=0)
+    for _ in range(20):
+        optimizer.zero_grad()
+        scaled_backward(amp, model(torch.ones(1, 3)).float().sum(), optimizer)
+        optimizer.step()
+    optimizer.use_averages()
+    assert all((value == 0.25).all() for value in model.state_dict().values())
+    assert torch.equal(model(torch.ones(1, 3)).float(), torch.ones(1, 2))
+
+
+class ByData(Adam):
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            param.data.sub_(param.grad.data, alpha=0.01)
+
+
+def test_a_step_that_reads_data_has_nothing_looked_at(
+    amp: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = ByData(model.parameters())
+    amp.initialize(model, optimizer, opt_level="O2", loss_scale=64.0, verbosity=0)
+    looks: list[object] = []
+    monkeypatch.setattr(UnseenWrites, "look_now", lambda self, local: looks.append(local))
+    for _ in range(18):
+        optimizer.zero_grad()
+        scaled_backward(amp, model(torch.ones(1, 3)).float().sum(), optimizer)
+        optimizer.step()
+    assert not looks
+    assert model.weight.data is not None
+    assert not looks
+    assert optimizer.param_groups[0]["params"][0].data is not None
+    assert len(looks) == 1
+
+
+def test_a_read_of_a_masters_data_has_it_looked_at_until_the_next_step() -> None:
+    masters, writes = [torch.ones(3)], UnseenWrites({})
+    for _ in range(16):
+        writes.count_step()
+    assert not writes.is_looking
+    for _ in range(3):
+        writes.look_now(masters)
+        assert writes.is_looking
+        writes.count_step()
+        assert not writes.is_looking
 
 
 @pytest.mark.parametrize("width", [16, 3000])
