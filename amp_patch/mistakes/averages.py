@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_patch.casting.mode import HALVES
+from amp_patch.casting.mode import HALVES, mode
 from amp_patch.weights.fp32_values import FP32Values
 
 _CLASS = "torch.optim.swa_utils.AveragedModel"
@@ -60,12 +60,31 @@ def replacements(
 
 
 def _lerp(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Move an average in fp32 towards a weight in half, as ``mul_`` and ``add_`` do."""
+    """Mix an average in fp32 with a weight in half, in fp32.
 
+    The weight may come first, in ``mean.copy_(weight.lerp(mean, 0.999))``. Within a model's forward
+    torch refuses that.
+    """
+
+    def widen(start: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
+        is_in_model = mode.stored is not None
+        return start if is_in_model else _widened(end, start), _widened(start, end)
+
+    return _lerping(original, widen)
+
+
+def _lerp_in_place(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Move an average in fp32 towards a weight in half, as ``mul_`` and ``add_`` do."""
+    return _lerping(original, lambda start, end: (start, _widened(start, end)))
+
+
+def _lerping(
+    original: Callable[..., Tensor], widen: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+) -> Callable[..., Tensor]:
     @functools.wraps(original)
     def lerp(input: Tensor, end: Tensor, weight: Any = None, **kwargs: Any) -> Tensor:
         if end.dtype is not input.dtype:
-            end = _widened(input, end)
+            input, end = widen(input, end)
         if weight is None:  # which torch refuses
             return original(input, end, **kwargs)
         # Some optimizers call it for each parameter: to hand on no dict takes a tenth less.
@@ -87,14 +106,15 @@ def _lerp_each(original: Callable[..., Any]) -> Callable[..., Any]:
     return lerp_each
 
 
-def _widened(start: Tensor, end: Tensor) -> Tensor:
+def _widened(mean: Tensor, weight: Tensor) -> Tensor:
     """Return the weight in the dtype of its average, for torch takes no other."""
-    return end.float() if start.dtype is torch.float32 and end.dtype in HALVES else end
+    return weight.float() if mean.dtype is torch.float32 and weight.dtype in HALVES else weight
 
 
 _DTYPE = operator.attrgetter("dtype")
 #: What is replaced while a model is stored in half: path -> what makes the replacement.
 OF_HALVES: dict[str, Callable[[Any], Any]] = {
-    **dict.fromkeys(("torch.Tensor.lerp", "torch.Tensor.lerp_", "torch.lerp"), _lerp),
+    **dict.fromkeys(("torch.Tensor.lerp", "torch.lerp"), _lerp),
+    "torch.Tensor.lerp_": _lerp_in_place,
     **dict.fromkeys(("torch._foreach_lerp", "torch._foreach_lerp_"), _lerp_each),
 }

@@ -10,7 +10,7 @@ import functools
 import math
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_patch.casting.torch_compile import never_trace
+from amp_patch.step.autograd_graph import AutogradGraph, leaves_of
 from amp_patch.step.optimizer_step import OptimizerStep
 from amp_patch.step.prepared_optimizers import Reached
 from amp_patch.step.scalar_backward import short_for_scalars
@@ -191,7 +192,7 @@ class Backwards:
         delayed = set(map(id, self._delayed()))
         if nodes or delayed:
             # what a GradScaler has scaled may add to what waits scaled, and is unscaled with it
-            graph = _Graph(tensors, nodes, through_grad_scalers=False)
+            graph = AutogradGraph(tensors, nodes, through_grad_scalers=False)
             _refuse(blocks, nodes, delayed, graph, inputs)
             _warn_of_divided(getattr(tensors, "grad_fn", None), nodes)
         elif grad_tensors is not None and self._looks_left:
@@ -201,7 +202,11 @@ class Backwards:
 
 
 def _refuse(
-    blocks: Iterable[_Block], nodes: Collection[Any], delayed: set[int], graph: _Graph, inputs: Any
+    blocks: Iterable[_Block],
+    nodes: Collection[Any],
+    delayed: set[int],
+    graph: AutogradGraph,
+    inputs: Any,
 ) -> None:
     """Raise for a backward of no scaled loss that writes to gradients which an end divides.
 
@@ -363,66 +368,3 @@ def _number(node: Any, name: str) -> float:
 
 def _reached_by(tensors: Any) -> Reached:
     return functools.cache(lambda: set(map(id, leaves_of(tensors))))
-
-
-def leaves_of(loss: Any) -> list[Tensor]:
-    """Return the leaves that the backward of a loss, or of several tensors, writes to."""
-    return _Graph(loss, ()).leaves()
-
-
-#: Marks, in its metadata, the node of a loss that a `GradScaler` has scaled.
-OF_GRAD_SCALER = "amp_patch serves its GradScaler"
-#: The name of a node that writes the gradient of a leaf.
-_OF_LEAF = "torch::autograd::AccumulateGrad"
-
-
-class _Graph:
-    """What a backward comes to, on ways that do not lead through some nodes.
-
-    Args:
-        tensors: of ``torch.autograd.backward``.
-        stops: these nodes.
-        through_grad_scalers: False: nor through those of losses that a `GradScaler` has scaled.
-    """
-
-    def __init__(
-        self, tensors: Any, stops: Iterable[Any], *, through_grad_scalers: bool = True
-    ) -> None:
-        seen = {None, *stops}
-        given = tensors if isinstance(tensors, (list, tuple)) else [tensors]
-        nodes: list[Any] = [getattr(one, "grad_fn", None) for one in given]
-        self._callers: dict[Any, list[Any]] = {}
-        self._nodes: list[Any] = []
-        while nodes:
-            node = nodes.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            if not through_grad_scalers and OF_GRAD_SCALER in node.metadata:
-                continue
-            self._nodes.append(node)
-            for following, _ in node.next_functions:
-                self._callers.setdefault(following, []).append(node)
-                nodes.append(following)
-
-    def leaves(self) -> list[Tensor]:
-        """Return the leaves that it comes to."""
-        # by its name, for a node of the user's own function may have any attribute
-        return [node.variable for node in self._nodes if node.name() == _OF_LEAF]
-
-    def written(self, inputs: Any) -> set[int]:
-        """Return the ids of the leaves that are written to: all, or those of ``inputs``."""
-        leaves = set(map(id, self.leaves()))
-        if inputs is None:
-            return leaves
-        return leaves & {id(one) for one in ([inputs] if isinstance(inputs, Tensor) else inputs)}
-
-    def behind(self, nodes: Iterable[Any]) -> Iterator[Any]:
-        """Yield the nodes of what was computed from the results of these."""
-        seen: set[Any] = set()
-        waiting = list(nodes)
-        while waiting:
-            new = set(self._callers.get(waiting.pop(), ())) - seen
-            seen |= new
-            waiting += new
-            yield from new

@@ -1,16 +1,18 @@
 """``model.half()`` and its like, called on a model that `amp.initialize` has prepared.
 
-Knows prepared models and their levels; no optimizer.
+What becomes float32 gets its exact values: ``model.float()`` is often the last call before an
+export. Knows prepared models and their levels; no optimizer.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from amp_patch.casting.mode import HALVES
 from amp_patch.casting.running_modules import running_modules
@@ -18,30 +20,65 @@ from amp_patch.levels import OptLevel
 from amp_patch.warn_once import warn_once
 from amp_patch.weights.half_storage import kept_in_fp32
 
-_METHODS = ("half", "bfloat16", "double", "to", "type")
+_TO_HALF = ("half", "bfloat16")
+_METHODS = (*_TO_HALF, "double", "to", "type")
+
+#: Returns the fp32 values of those tensors that are weights and buffers in half, by their ids.
+ExactValues = Callable[[Sequence[Tensor]], Mapping[int, Tensor]]
 
 
 def replacements(
-    levels: Callable[[], Mapping[nn.Module, OptLevel]],
+    levels: Callable[[], Mapping[nn.Module, OptLevel]], exact: ExactValues
 ) -> dict[str, Callable[[Any], Any]]:
     """Return, for each method by its path, what makes its replacement.
 
     Args:
         levels: returns the prepared models, with what they were prepared at.
+        exact: see `ExactValues`.
     """
-    return {
-        f"torch.nn.modules.module.Module.{name}": functools.partial(_checking, levels, name)
-        for name in _METHODS
-    }
+    checking = {name: functools.partial(_checking, levels, exact, name) for name in _METHODS}
+    made = {**checking, "float": functools.partial(_widening, exact)}
+    return {f"torch.nn.modules.module.Module.{name}": make for name, make in made.items()}
+
+
+def _widening(exact: ExactValues, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Convert, and say nothing: the next forward of the model tells of its dtypes."""
+
+    @functools.wraps(original)
+    def convert(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # What a forward casts for itself goes on from the half numbers that it has begun with.
+        before = [] if running_modules() else _tensors_of(self)
+        values = exact(before)
+        result = original(self, *args, **kwargs)
+        if values:
+            with torch.no_grad():
+                for was, now in zip(before, _tensors_of(self), strict=False):
+                    if id(was) in values and now.dtype not in HALVES:
+                        now.copy_(values[id(was)])
+        return result
+
+    return convert
+
+
+def _tensors_of(module: nn.Module) -> list[Tensor]:
+    """Return parameters and buffers; of buffers torch puts new ones in their places."""
+    params = module.named_parameters(remove_duplicate=False)
+    buffers = module.named_buffers(remove_duplicate=False)
+    return [tensor for _, tensor in chain(params, buffers)]
 
 
 def _checking(
-    levels: Callable[[], Mapping[nn.Module, OptLevel]], name: str, original: Callable[..., Any]
+    levels: Callable[[], Mapping[nn.Module, OptLevel]],
+    exact: ExactValues,
+    name: str,
+    original: Callable[..., Any],
 ) -> Callable[..., Any]:
+    converted = original if name in _TO_HALF else _widening(exact, original)
+
     @functools.wraps(original)
     def convert(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         before = _dtypes(self)
-        result = original(self, *args, **kwargs)
+        result = converted(self, *args, **kwargs)
         pairs = zip(before, _dtypes(self), strict=False)  # torch hands on the same parameters
         if new := {now for was, now in pairs if now is not was}:
             _tell(self, name, new, levels())

@@ -23,6 +23,7 @@ from amp_patch.kernels import GradCheck
 from amp_patch.optimizers.groups import params_of
 from amp_patch.scaling.loss_scaler import LossScaler
 from amp_patch.scaling.scale_rule import ScaleRule
+from amp_patch.step.autograd_graph import OF_GRAD_SCALER
 from amp_patch.step.backward_pass import BackwardPass
 from amp_patch.step.foreign_gradients import Watch
 from amp_patch.step.loss_scaling import Found, LossScaling
@@ -30,8 +31,6 @@ from amp_patch.step.optimizer_step import OptimizerStep
 from amp_patch.step.prepared_optimizers import PreparedOptimizers
 from amp_patch.step.skip import Skip
 from amp_patch.warn_once import warn_once
-
-from .backwards import OF_GRAD_SCALER
 
 #: Options of `GradScaler`, which are `ScaleRule`'s, too.
 _DEFAULTS = {

@@ -19,6 +19,7 @@ from amp_patch.distributed.unsynced import Unsynced
 from amp_patch.levels import OptLevel
 from amp_patch.patching import Patches
 from amp_patch.scaling.loss_scaler import LossScaler
+from amp_patch.step.autograd_graph import leaves_of
 from amp_patch.step.prepared_optimizers import PreparedOptimizers
 from amp_patch.weights import collective_writes, sent_values
 from amp_patch.weights.exact_copies import ExactCopies
@@ -39,7 +40,7 @@ from . import (
     lost_scales,
     split_backward,
 )
-from .backwards import Backwards, leaves_of
+from .backwards import Backwards
 from .dtype_notes import explain, explaining, explaining_cells, notebook
 from .grad_scaler import MakePass, MakeScaling, ServedScalers
 from .late_modules import LateModules
@@ -114,7 +115,7 @@ class Guard:
             **clipping.replacements(self._optimizers, self._refuse_clip),
             **averages.replacements(self._store, self._models.in_half),
             **self._of_late_modules(),
-            **conversions.replacements(lambda: self._models.levels),
+            **conversions.replacements(lambda: self._models.levels, self._copies.exact_values),
             **hooks.replacements(self._scaled_models, self._optimizers.param_of),
             **split_backward.replacements(),
             **self.backwards.replacements(),

@@ -204,9 +204,9 @@ class BackwardPass:
                 pairs.refuse_resized()
             raise
         watched = self._watched
-        is_of_model = watched is not None and watched.has_run and not watched.is_of_leaf
-        if is_of_model and not any(params for _, params in found):
-            tell_of_strays(self._optimizers)
+        has_none = not any(params for _, params in found)
+        if has_none and watched is not None and watched.has_run and not watched.is_of_leaf:
+            tell_of_strays(self._optimizers, watched.loss())
         if is_on and any(map(_GROUPS, self._optimizers)):
             self._agree(found)
         return found

@@ -6,7 +6,7 @@ Knows the optimizers of a pass; no scale.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NoReturn
 
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch.nn import Parameter
 from amp_patch.distributed.process_groups import has_others
 from amp_patch.warn_once import warn, warn_once
 
+from .autograd_graph import leaves_of
 from .optimizer_backward import OptimizerBackward
 from .reached_masters import refuse_given
 
@@ -30,6 +31,7 @@ class WatchedBackward:
         loss: that is scaled.
 
     Attributes:
+        loss: returns it while it lives.
         has_run: whether it has.
         is_over: whether its block is.
         is_of_leaf: whether the loss is none that a model has computed.
@@ -37,6 +39,7 @@ class WatchedBackward:
 
     def __init__(self, optimizers: Iterable[OptimizerBackward], loss: Tensor) -> None:
         self._optimizers = [*map(weakref.ref, optimizers)]
+        self.loss = weakref.ref(loss)
         self.has_run = self.is_over = False
         self.is_of_leaf = loss.grad_fn is None
 
@@ -48,11 +51,12 @@ class WatchedBackward:
                 refuse_late_backward()
 
 
-def tell_of_strays(optimizers: Sequence[OptimizerBackward]) -> None:
+def tell_of_strays(optimizers: Sequence[OptimizerBackward], loss: Tensor | None) -> None:
     """Warn, once, of a backward that reached none of the parameters it is for.
 
     Args:
         optimizers: of its pass.
+        loss: that was scaled, if it lives.
 
     Raises:
         RuntimeError: the script has given gradients to masters in the block.
@@ -69,16 +73,29 @@ def tell_of_strays(optimizers: Sequence[OptimizerBackward]) -> None:
             "in model.parameters() if p.requires_grad], or call optimizer.add_param_group() before."
         )
     were_cleared = any(one.zeroing.was_cleared for one in optimizers)
-    trains = any(param.requires_grad for one in optimizers for param in one.pairs().model)
-    if trains and not were_cleared:
+    params = {id(one): one.requires_grad for each in optimizers for one in each.pairs().model}
+    if any(params.values()) and not were_cleared and not _asks_for_inputs(loss, params):
         warn_once(
             "the backward() of a scaled loss must reach parameters of its optimizers; got "
             "one that wrote none of their gradients, so that they train nothing. Compute "
             "the loss with the model that amp.initialize() returned, not with a copy of "
             "it, and pass the optimizer of that model to amp.scale_loss(). What "
-            "torch.autograd.grad() returned of parameters, assign to .grad inside the block; of an "
-            "input alone, as adversarial training needs it, nothing is amiss."
+            "torch.autograd.grad() returned of parameters, assign to .grad inside the block."
         )
+
+
+def _asks_for_inputs(loss: Tensor | None, params: Collection[int]) -> bool:
+    """Tell whether a loss of the right model is one that `torch.autograd.grad` may be called for.
+
+    Adversarial training asks so for the gradient of an input, and needs none of the parameters'.
+
+    Args:
+        loss: whose backward has written to no parameter.
+        params: the ids of those that it is for.
+    """
+    leaves = leaves_of(loss)
+    is_of_model = any(id(leaf) in params for leaf in leaves)
+    return is_of_model and not all(isinstance(leaf, Parameter) for leaf in leaves)
 
 
 def tell_of_leaf(loss: Tensor) -> None:

@@ -7,7 +7,7 @@ Knows models in half and their fp32 values; no optimizer.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from types import FunctionType
 from typing import Any
@@ -61,6 +61,14 @@ class ExactCopies:
             found = vars(owner)["__deepcopy__"]
             if isinstance(found, FunctionType) and found.__globals__ is not globals():
                 patches.replace(owner, "__deepcopy__", self._exact(found))
+
+    def exact_values(self, tensors: Sequence[Tensor]) -> dict[int, Tensor]:
+        """Return the fp32 values of those that are weights and buffers in half, by their ids."""
+        halves = [one for one in tensors if one.dtype in HALVES and self._store.holds(one)]
+        if halves:
+            self._store.handed_out.take_over()
+            self._note_writes()
+        return {id(one): self._store.exact(one) for one in halves}
 
     def _exact(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

@@ -1,5 +1,6 @@
 """A backward that is not the scaled loss's, or comes behind its block, is refused."""
 
+import copy
 from types import ModuleType
 from typing import Any
 
@@ -21,8 +22,8 @@ def prepared(
     return model, *optimizers
 
 
-def loss_of(model: nn.Module) -> Tensor:
-    loss: Tensor = model(X).float().square().mean()
+def loss_of(model: nn.Module, inputs: Tensor = X) -> Tensor:
+    loss: Tensor = model(inputs).float().square().mean()
     return loss
 
 
@@ -96,7 +97,32 @@ def test_what_is_computed_from_the_scaled_loss_is_its_backward(amp: ModuleType, 
         assert not amp.step_was_skipped(optimizer)
 
 
-@pytest.mark.filterwarnings("ignore:the backward.. of a scaled loss must reach parameters")
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_who_asks_for_the_gradient_of_an_input_is_told_nothing(amp: ModuleType, level: str) -> None:
+    model, *both = prepared(amp, level)
+    inputs = X.clone().requires_grad_()
+    loss = loss_of(model, inputs)
+    with amp.scale_loss(loss, both) as scaled_loss:
+        (grad,) = torch.autograd.grad(scaled_loss, inputs)
+        grad /= scaled_loss / loss
+    assert grad.isfinite().all()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("is_copy", [False, True])
+def test_gradients_of_parameters_that_nobody_assigns_are_told_of(
+    amp: ModuleType, level: str, is_copy: bool
+) -> None:
+    model, *both = prepared(amp, level)
+    inputs = X.clone().requires_grad_(is_copy)
+    other = copy.deepcopy(model) if is_copy else model
+    with (
+        pytest.warns(UserWarning, match="must reach parameters of its optimizers"),
+        amp.scale_loss(loss_of(other, inputs), both) as scaled_loss,
+    ):
+        torch.autograd.grad(scaled_loss, list(other.parameters()))
+
+
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_the_backward_of_a_later_block_may_run_through_the_scaled_loss(
     amp: ModuleType, level: str
