@@ -189,7 +189,7 @@ class Trace:
             one.is_enabled
             and not contradict(one.guards, call.guards)
             and not any(
-                one.call.order < end.order < call.order
+                one.call.order < end.order < call.order and end.guards <= call.guards
                 for end in self.with_call(call, "amp.deactivate")
             )
         )

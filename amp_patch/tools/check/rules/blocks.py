@@ -27,6 +27,11 @@ from .steps import (
 )
 
 _BY_A_FACTOR = (".div_", ".mul_", "Div=", "Mult=")
+_OF_NUMBERS = tuple(
+    f"{owner}{name}"
+    for owner in ("", ".", "torch.", "math.", "numpy.")
+    for name in ("isnan", "isinf", "isfinite")
+)
 _CLIPPING = ("clip_grad_norm_", "clip_grad_value_", "amp.clip_grad_norm_")
 
 
@@ -246,6 +251,9 @@ def _comes_between(trace: Trace, block: Block, call: Call, zero: Call, optimizer
     asked = zero.guards - turn.guards - block.call.guards
     # an error in the block, out of memory say
     if any(one.answer and is_of_try(one) for one in asked):
+        return False
+    # the script skips a step whose gradients it has found not to be finite
+    if asked and any(call.order < one.order < zero.order for one in trace.named(*_OF_NUMBERS)):
         return False
     # `if "last" in name: p.grad = None` freezes a layer
     return zero.name != "=grad" or all("grad" in str(one.subject) for one in asked)
