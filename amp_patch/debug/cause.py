@@ -98,6 +98,8 @@ class Cause:
         by_rule: whether a rule of the operator's function mends it as well as the module.
         around: the path of the module around it that must be in fp32 in its place, "" for none.
         stays: whether what the module returns must stay in fp32.
+        off_at: of a backward, the loss scale at which it overflows nowhere, where half rounds its
+            gradients far off; None elsewhere.
     """
 
     where: Where
@@ -130,6 +132,7 @@ class Cause:
     by_rule: bool = False
     around: str = ""
     stays: bool = False
+    off_at: float | None = None
 
     @property
     def key(self) -> Hashable:
@@ -271,6 +274,11 @@ def _of_operator(cause: Cause) -> str:
         return _of_exponential(cause.operator) if is_large else _NOTHING_HELPS
     if cause.mended_by == "script":
         return _OF_OWN_CAST
+    if cause.off_at is not None:
+        return (
+            f"{_in_float32(cause)} A loss scale of {cause.off_at:g} is no overflow, but half "
+            "precision rounds these gradients far off."
+        )
     if _is_in_other_half(cause):
         return _in_float32(cause)
     of_digits = cause.level in ("O4", "O5") or _is_of_digits(cause)

@@ -44,6 +44,7 @@ class Rerun:
         model: the call's.
         lost: kinds of numbers that outputs of the first run held, and those of the forward do not.
         outputs: the tensors that the forward returned.
+        gradients: that the backward has found, by the ids of parameters and inputs.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Rerun:
         self._watch = Watch(self._places, self.watched, model)
         self.lost: list[str] = []
         self.outputs: list[Tensor] = []
+        self.gradients: dict[int, Tensor] = {}
         self._inputs: Any = None
 
     def forward(self) -> Origin | None:
@@ -103,8 +105,8 @@ class Rerun:
         tensors = (*self.model.parameters(), *tensors_in(given))
         leaves = [one for one in tensors if one.requires_grad]
         with self._looked_at():  # a checkpoint computes its forward again
-            found = _gradients(outputs, [grads[index] for index in reached], leaves)
-        return self._first(found)
+            self.gradients = _gradients(outputs, [grads[index] for index in reached], leaves)
+        return self._first(list(self.gradients.values()))
 
     def outside(self, grads: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Return of the outputs' gradients what did not come from other outputs, behind a forward.
@@ -322,25 +324,30 @@ def _difference(total: Tensor, inside: Tensor) -> Tensor:
     return torch.where(is_same | ~inside.isfinite(), 0.0, total - inside)
 
 
-def _gradients(outputs: list[Tensor], grads: list[Tensor], leaves: list[Tensor]) -> list[Tensor]:
-    """Return the gradients of the leaves that have one; no hook of theirs accumulates any."""
+def _gradients(
+    outputs: list[Tensor], grads: list[Tensor], leaves: list[Tensor]
+) -> dict[int, Tensor]:
+    """Return the gradients of leaves that have one, by their ids; no hook accumulates any."""
     try:
         found = torch.autograd.grad(outputs, leaves, grads, allow_unused=True, retain_graph=True)
     except RuntimeError as error:
         if "reentrant" not in str(error):
             raise
         return _accumulated(outputs, grads, leaves)
-    return [grad for grad in found if grad is not None]
+    pairs = zip(leaves, found, strict=True)
+    return {id(leaf): grad for leaf, grad in pairs if grad is not None}
 
 
-def _accumulated(outputs: list[Tensor], grads: list[Tensor], leaves: list[Tensor]) -> list[Tensor]:
+def _accumulated(
+    outputs: list[Tensor], grads: list[Tensor], leaves: list[Tensor]
+) -> dict[int, Tensor]:
     """The same by ``backward()``, as a reentrant checkpoint wants it."""
     saved = [(leaf, leaf.grad) for leaf in leaves]
     try:
         for leaf in leaves:
             leaf.grad = None
         torch.autograd.backward(outputs, grads)
-        return [leaf.grad for leaf in leaves if leaf.grad is not None]
+        return {id(leaf): leaf.grad for leaf in leaves if leaf.grad is not None}
     finally:
         for leaf, grad in saved:
             leaf.grad = grad

@@ -6,18 +6,18 @@ Knows nothing of when that is done, which is the tracer's.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from amp_patch.casting import rules, targets
 from amp_patch.session import session
 
-from .cause import Cause, Mend
+from .cause import Cause
 from .loss_watch import LossStep, LossWatch
+from .mends import Mended, differ_by_half, joined, mend, mend_inside, of_later_backward, root_of
 from .places import shown_line
 from .ranges import Range, largest_scale
 from .recorded_calls import Call
@@ -25,27 +25,7 @@ from .rerun import Rerun, from_outside
 from .undefined import Given, rounded_to
 from .watch import Origin
 
-#: So many modules are tried in fp32 together, before the whole model is.
-MOST_TOGETHER = 16
 UNSEEN = "One that is compiled, or inside of torch.func, is not: trace without."
-
-
-class _Mended(NamedTuple):
-    """What makes a call finite.
-
-    Attributes:
-        by: see `cause.Mend`.
-        also: paths in the called model, of the modules that must be in fp32 beside the origin's.
-        by_rule: whether a rule of the operator's function does, too.
-        around: the path of the module around the origin's that must be in its place; "" for none.
-        stays: whether what the module returns must stay in fp32, as by a rule for it.
-    """
-
-    by: Mend | None
-    also: tuple[str, ...] = ()
-    by_rule: bool = False
-    around: str = ""
-    stays: bool = False
 
 
 class Search:
@@ -77,7 +57,7 @@ class Search:
             one = Rerun(call)
             origin = one.forward()
             if origin is not None:
-                found = _in_model(one, origin, self._scale, _mend(call, origin, None))
+                found = self._in_forward(one, call, origin)
                 return (self._handed_on(call, found) if origin.source == "input" else None) or found
             if one.lost:
                 return self._not_again(one)
@@ -90,6 +70,11 @@ class Search:
             if cause is not None:
                 return cause
         return None
+
+    def _in_forward(self, one: Rerun, call: Call, origin: Origin) -> Cause:
+        found = _in_model(one, origin, self._scale, mend(call, origin, None))
+        is_mended = found.mended_by in ("module", "model")
+        return replace(found, note=of_later_backward(call)) if is_mended else found
 
     def _of_spoiled_loss(self, loss: Range) -> Cause:
         """Return the cause where the outputs of the models are finite, and the loss is not."""
@@ -149,7 +134,7 @@ class Search:
             # -inf alone is often a mask, as the logarithm of one
             origin = min(found, key=lambda one: not one.may_hide, default=None)
             if origin is not None:
-                mended = _Mended(_mend_inside(call, origin, _is_error))
+                mended = Mended(mend_inside(call, origin, _is_error))
                 note = "The model does not return it: the loss has it from an attribute, say."
                 return replace(_in_model(one, origin, self._scale, mended), note=note)
         return None
@@ -178,7 +163,7 @@ class Search:
             one = Rerun(earlier)
             origin = one.forward()
             if origin is not None:
-                cause = _in_model(one, origin, self._scale, _mend(earlier, origin, None))
+                cause = _in_model(one, origin, self._scale, mend(earlier, origin, None))
                 return replace(cause, note=f"{found.model} was given it, or what was made of it.")
         return None
 
@@ -208,7 +193,7 @@ class Search:
             one.forward()
             origin = one.backward(grads) if grads else None
             if origin is not None:
-                return _in_model(one, origin, self._scale, _mend(call, origin, grads))
+                return _in_model(one, origin, self._scale, mend(call, origin, grads))
             fits = min(fits, largest_scale(one.watched.peak))
         return self._of_loss(result, operator=found.operator, operands=found.given, fits=fits)
 
@@ -224,11 +209,37 @@ class Search:
         other.forward()
         real = other.backward(unscaled)
         if real is None:
-            return _in_model(
-                one, origin, self._scale, _Mended(None), largest_scale(other.watched.peak)
-            )
+            fits = largest_scale(other.watched.peak)
+            mended = self._of_rounding(call, origin, grads, fits)
+            if mended is None:
+                return _in_model(one, origin, self._scale, Mended(None), fits)
+            return replace(_in_model(one, origin, self._scale, mended), off_at=fits)
         # Whatever the scale: the first at the present one may be another.
-        return _in_model(other, real, self._scale, _mend(call, real, unscaled))
+        return _in_model(other, real, self._scale, mend(call, real, unscaled))
+
+    def _of_rounding(
+        self, call: Call, origin: Origin, grads: Mapping[int, Tensor], fits: float
+    ) -> Mended | None:
+        """Return what has to be in fp32 where half has made a backward too large by its rounding.
+
+        As that of ``log(1 - sigmoid(x))``, whose argument it rounds to 0. None where gradients are
+        right, but for their size.
+
+        Args:
+            call, origin, grads: at the present scale.
+            fits: the scale at which gradients are in range.
+        """
+        model = call.model()
+        assert model is not None
+        smaller = {index: grad * (fits / self._scale) for index, grad in grads.items()}
+        runs = [Rerun(call), Rerun(call, [model.get_submodule(origin.place.module)])]
+        for one in runs:
+            if one.forward() is not None or one.backward(smaller) is not None:
+                return None
+        if not differ_by_half(runs, origin.place.module):
+            return None
+        mended = mend(call, origin, grads)
+        return mended if mended.by in ("module", "model") else None
 
     def _of_loss(self, result: Range, **more: Any) -> Cause:
         return Cause(
@@ -247,7 +258,7 @@ class Search:
 
 
 def _in_model(
-    one: Rerun, origin: Origin, scale: float, mended: _Mended, fits: float | None = None
+    one: Rerun, origin: Origin, scale: float, mended: Mended, fits: float | None = None
 ) -> Cause:
     assert origin.source != "mask"
     root, called = root_of(one.model)
@@ -302,85 +313,6 @@ def _is_error(origin: Origin) -> bool:
     return origin.source == "forward" and not origin.is_meant
 
 
-def _mend(call: Call, origin: Origin, grads: Mapping[int, Tensor] | None) -> _Mended:
-    """Return what has to be in fp32 for the call to be finite, backward too with ``grads``."""
-    model = call.model()
-    if model is None or origin.source not in ("forward", "backward"):
-        return _Mended(None)
-    together = [origin.place.module]
-    while len(together) <= MOST_TOGETHER:
-        left = _left(call, [model.get_submodule(one) for one in together], grads)
-        if left is None:
-            by_rule = len(together) == 1 and _rule_mends(call, origin.place.operator, grads)
-            return _Mended("module", tuple(together[1:]), by_rule)
-        if not _may_join(left, together):
-            break
-        # Many a model has the same block several times, and each of them overflows by itself.
-        inside = [one for one in together[1:] if one.startswith(f"{left.place.module}.")]
-        together = [*(one for one in together if one not in inside), left.place.module]
-    around = origin.place.module
-    while around := around.rpartition(".")[0]:  # what is too large may be handed on inside of it
-        if _left(call, [model.get_submodule(around)], grads) is None:
-            return _Mended("module", around=around)
-    return _mend_by_more(call, origin.place.module, grads)
-
-
-def _mend_by_more(call: Call, module: str, grads: Mapping[int, Tensor] | None) -> _Mended:
-    """Return what makes the call finite where no module does that hands on half."""
-    model = call.model()
-    assert model is not None
-    # The last module of a model, or one that casts by itself, need not hand on half.
-    if _left(call, [model.get_submodule(module)], grads, stays=True) is None:
-        return _Mended("module", stays=True)
-    left = _left(call, [model], grads)
-    return _Mended("model" if left is None else _not_by_float32(left))
-
-
-def _not_by_float32(left: Origin) -> Mend:
-    """Return what is to blame for what is left where all of the model computes in fp32."""
-    if left.place.operator != "cast":
-        return "nothing"
-    # The level casts what the model is given, and returns, in no line of the model's.
-    return "script" if left.source == "forward" and left.place.line is not None else "level"
-
-
-def _rule_mends(call: Call, function: str, grads: Mapping[int, Tensor] | None) -> bool:
-    """Return whether a rule for a function mends the call, and costs little."""
-    model = call.model()
-    level = None if model is None else session.models.levels.get(root_of(model)[0])
-    if level is None or not level.casts_functions or function in rules.HALF:
-        return False  # the products that half precision is for
-    try:
-        targets.user_rule_targets(function)
-    except ValueError:
-        return False
-    return _left(call, [], grads, function) is None
-
-
-def _left(
-    call: Call,
-    in_float: Sequence[nn.Module],
-    grads: Mapping[int, Tensor] | None,
-    function: str = "",
-    stays: bool = False,
-) -> Origin | None:
-    """Return what is still not finite where these modules, or a function, compute in fp32."""
-    one = Rerun(call, in_float, function, stays)
-    left = one.forward()
-    return one.backward(grads) if left is None and grads is not None else left
-
-
-def _may_join(left: Origin, together: Sequence[str]) -> bool:
-    """Return whether another module made what is left by itself, and may need fp32 as well.
-
-    A cast of what is too large already has no part in it.
-    """
-    module = left.place.module
-    if not module or left.source not in ("forward", "backward") or left.place.operator == "cast":
-        return False
-    return not any(f"{module}.".startswith(f"{one}.") for one in together if one)
-
-
 def hidden(call: Call, one: Rerun) -> Iterator[Cause]:
     """Yield what came up in a forward, no gradient shows, and is finite in fp32.
 
@@ -392,47 +324,9 @@ def hidden(call: Call, one: Rerun) -> Iterator[Cause]:
     """
     for origin in list(one.watched.origins):
         if origin.may_hide:
-            mend = _mend_inside(call, origin, lambda other: other.may_hide)
-            if mend != "nothing":
-                yield _in_model(one, origin, 1.0, _Mended(mend))
-
-
-def _mend_inside(call: Call, origin: Origin, counts: Callable[[Origin], bool]) -> Mend:
-    """Return what has to be in fp32 for a module to be finite inside, whatever it returns.
-
-    Args:
-        call: of the model.
-        origin: what came up in the module.
-        counts: whether an origin does.
-    """
-    model = call.model()
-    assert model is not None
-    tries: dict[Mend, nn.Module] = {
-        "module": model.get_submodule(origin.place.module),
-        "model": model,
-    }
-    for name, module in tries.items():
-        again = Rerun(call, [module])
-        again.forward()
-        if all(
-            one.place.module != origin.place.module for one in again.watched.origins if counts(one)
-        ):
-            return name
-    return "nothing"
-
-
-def root_of(module: nn.Module) -> tuple[nn.Module, str]:
-    """Return the initialized model that a module is of, and the path of the module in it."""
-    for root in [one for one in (module, *session.models.levels) if one in session.models.levels]:
-        for path, one in root.named_modules():
-            if one is module:
-                return root, path
-    return module, ""
-
-
-def joined(path: str, name: str) -> str:
-    """Return the path of a module in one that has a path itself."""
-    return ".".join(filter(None, (path, name)))
+            by = mend_inside(call, origin, lambda other: other.may_hide)
+            if by != "nothing":
+                yield _in_model(one, origin, 1.0, Mended(by))
 
 
 def _level_of(model: nn.Module) -> str:

@@ -34,10 +34,11 @@ from amp_patch.step.skip import Skip
 
 from .cause import Cause, Mend
 from .loss_watch import LossWatch, are_finite
+from .mends import joined, root_of
 from .ranges import largest_of
 from .recorded_calls import Call, RecordedCalls
 from .rerun import Rerun, from_outside, leaving_no_trace
-from .search import UNSEEN, Search, hidden, joined, root_of
+from .search import UNSEEN, Search, hidden
 from .watch import Counts, near_limits
 
 logger = logging.getLogger(__name__)
