@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from plants import WIDTH, Overflowing, around, prepared, square, the_cause, train
+from plants import WIDTH, around, prepared, square, the_cause, train
 from torch import Tensor, nn
 
 LEVELS = ("O1", "O2", "O3")
@@ -37,13 +37,6 @@ class Bounded(Normalized):
     def forward(self, x: Tensor) -> Tensor:
         x = x * (torch.arange(len(x)) % 2).to(x.dtype)[:, None]
         return x / (x.square().sum(-1, keepdim=True) + 1e-16).sqrt()
-
-
-class OwnHalf(Bounded):
-    """The same, and a backward that overflows in what the script itself casts to half."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return Overflowing.apply(super().forward(x).half())
 
 
 class Amplified(nn.Module):
@@ -95,7 +88,7 @@ def test_gradients_that_are_right_at_a_smaller_scale_need_no_float32(
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])  # O1 squares in float32
-@pytest.mark.parametrize("plant", [Normalized, Bounded, OwnHalf])
+@pytest.mark.parametrize("plant", [Normalized, Bounded])
 def test_a_backward_that_float32_does_not_mend_is_told_of_with_the_forward(
     amp: ModuleType, level: str, plant: type[nn.Module]
 ) -> None:
@@ -105,8 +98,7 @@ def test_a_backward_that_float32_does_not_mend_is_told_of_with_the_forward(
     assert (cause.where, cause.operator, cause.rule) == ("forward", "div", {"1.1": "float"})
     told = "That mends the forward alone: the backward of `sqrt` is NaN in float32, too"
     assert (told in str(cause)) is (plant is Normalized)
-    assert ("That mends the forward alone" in str(cause)) is (plant is Normalized)
     amp.deactivate()
     model, optimizer = prepared(amp, around(plant()), level, rules={"modules": cause.rule})
     train(amp, model, optimizer)
-    assert amp.step_was_skipped(optimizer) is (plant is not Bounded)
+    assert amp.step_was_skipped(optimizer) is (plant is Normalized)
