@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import io
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import click
 
 from amp_patch import __version__
+from amp_patch.rules_file import RULES_BY
 
 from .launch import exit_code_of, signals_interrupt
 
@@ -68,6 +70,7 @@ class Commands(click.Group):
         kwargs["standalone_mode"] = False
         if isinstance(sys.stdout, io.TextIOWrapper):  # not all encodings have a table's lines
             sys.stdout.reconfigure(errors="replace")
+        _fix_rules_file()
         try:
             with signals_interrupt():
                 sys.exit(super().main(*args, **kwargs))
@@ -81,6 +84,16 @@ class Commands(click.Group):
             line = "amp-patch: files must stay readable and writable while a command runs; got"
             click.echo(f"{line} {error}", err=True)
             sys.exit(1)
+
+
+def _fix_rules_file() -> None:
+    """Make the path in the environment absolute: scripts may change the folder before it is read.
+
+    Not the name of a profile, nor a file that is missing, which the command tells of.
+    """
+    given = os.environ.get(RULES_BY, "")
+    if os.path.isfile(given):
+        os.environ[RULES_BY] = os.path.abspath(given)
 
 
 def _called(error: click.ClickException) -> str:

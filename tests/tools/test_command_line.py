@@ -7,6 +7,7 @@ import importlib
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -141,3 +142,16 @@ def test_what_the_terminal_cannot_show_does_not_end_a_command() -> None:
     command = [sys.executable, "-c", code]
     result = subprocess.run(command, env=environment, capture_output=True, check=False)
     assert result.stdout.split() == [b"?", b"end"], result.stderr
+
+
+def test_a_rules_file_of_the_environment_is_found_from_wherever_a_script_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rules.toml").write_text("")
+    monkeypatch.chdir(tmp_path)
+    path = str(tmp_path / "rules.toml")
+    names = {"rules.toml": path, path: path, "fast-norms": "fast-norms", "missing": "missing"}
+    for given, expected in names.items():
+        monkeypatch.setenv("AMP_PATCH_RULES", given)
+        called("--help")
+        assert os.environ["AMP_PATCH_RULES"] == expected
