@@ -19,6 +19,9 @@ REFERENCE = "O0"
 #: So many skipped steps in a row, until the end, are not the search for a scale any more: 25
 #: halvings bring the first scale of 65536 below 2e-3.
 STUCK = 25
+#: Of a loss that ends above so many times what it was at first, or so many times 1 where that is
+#: more, nothing is left to compare.
+BLOWN_UP = 1e4
 #: The verdict of a level is the worst of its rounds'; words that are not here are worse.
 _FROM_THE_BEST = (OK, NOT_COMPARED, NO_LOSS, DEVIATES)
 
@@ -79,8 +82,9 @@ def deviations(runs: Sequence[Run], references: Iterable[Run]) -> list[float]:
 def divergence(steps: Sequence[Step]) -> Verdict | None:
     """Return where training came to nothing, and how; None where it did not.
 
-    It did where the loss is inf or NaN from some step to the end, or all steps are skipped. Where a
-    script trains several times, the first training that came to nothing counts.
+    It did where from some step to the end the loss is inf or NaN, or `BLOWN_UP` times what it was,
+    or all steps are skipped. Where a script trains several times, the first training that came to
+    nothing counts.
     """
     made = 0
     for _, group in itertools.groupby(steps, key=lambda step: step.training):
@@ -100,6 +104,11 @@ def _divergence(steps: Sequence[Step]) -> tuple[int, str] | None:
     if bad:
         kinds = {"NaN" if math.isnan(step.loss or 0.0) else "inf" for step in steps[-bad:]}
         return bad, f"from then on the loss is {' or '.join(sorted(kinds))}"
+    losses = [abs(step.loss or 0.0) for step in steps]
+    bound = BLOWN_UP * max(1.0, losses[0])
+    large = _trailing(loss > bound for loss in losses)
+    if large:
+        return large, f"from then on the loss is more than {BLOWN_UP:,.0f} times what it was"
     skipped = _trailing(step.skipped for step in steps)
     if skipped >= STUCK:
         return skipped, f"from then on every step is skipped, {skipped} of them"
