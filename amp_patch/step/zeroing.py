@@ -42,6 +42,8 @@ class Zeroing:
         self._had_used = False
         self._added_to_used = ""  # by what, if a pass has, and it was not stepped yet
         self._found_used = False  # of a plain backward, by the step that runs
+        self._is_empty = False  # whether the step that runs, or the pass that ends, has none
+        self._has_stepped = False  # whether a step had some
         self._is_alone = True  # whether the last pass was of this optimizer alone
         self._has_left = False  # whether that pass has left any, while it is watched
 
@@ -90,12 +92,15 @@ class Zeroing:
         if place := self._added_to_used or ("an optimizer.step()" if found_used else ""):
             _warn_of_used(place)
         self._added_to_used, self._found_used = "", False
+        if self.passes > self._passes_stepped and not self._is_empty:
+            self._has_stepped = True
+        self._is_empty = False
         self._passes_stepped = self.passes
         self.was_abandoned = False
 
     def abandon(self) -> None:
         """An exception has ended the pass, or its unscaling, and its gradients go."""
-        self._added_to_used = ""
+        self._added_to_used, self._is_empty = "", True
         self.end_step()
         self.was_abandoned = True
 
@@ -139,8 +144,10 @@ class Zeroing:
 
     def _tell_of_cleared(self, pairs: ParamPairs, by: str) -> None:
         self.was_cleared = False
-        # a step without those that overflowed is what is meant
-        if self._gradients.are_cleared(pairs) and not self._skip.has_overflowed():
+        self._is_empty = self._gradients.are_cleared(pairs)
+        # A step without those that overflowed is what is meant. So is one that comes behind others
+        # that had gradients: the script leaves out a batch, for its norm say.
+        if self._is_empty and not self._has_stepped and not self._skip.has_overflowed():
             warn_once(
                 f"gradients must last until the step; got an optimizer.step() after {by} has "
                 "cleared what scale_loss() left, so that it has none. Call optimizer.zero_grad() "

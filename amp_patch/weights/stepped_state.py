@@ -24,19 +24,33 @@ class SteppedState:
     def __init__(self, optimizers: Iterable[Optimizer]) -> None:
         self._optimizers = [weakref.ref(one) for one in optimizers]
         self._noted: set[int] = set()
+        self._nested: dict[int, tuple[int, list[dict[Any, Any]]]] = {}
 
     def move(self, old: Tensor, new: Tensor) -> None:
         """Enter the state of one tensor for another, if there is any, and what is noted of it."""
+        is_back = id(old) in self._noted
         for optimizer in self._alive():
             if old in optimizer.state:
                 _move(optimizer.state, old, new)
-            for notes in vars(optimizer).values():
-                if isinstance(notes, (set, dict)) and notes is not optimizer.state:
-                    _note(notes, old, new, is_back=id(old) in self._noted)
-        if id(old) in self._noted:
+            for notes in [*_own_notes(optimizer, Tensor), *self._nested_in(optimizer)]:
+                _note(notes, old, new, is_back)
+            for notes in _own_notes(optimizer, int):
+                _note(notes, id(old), id(new), is_back)
+        if is_back:
             self._noted.discard(id(old))
         else:
             self._noted.add(id(new))
+
+    def _nested_in(self, optimizer: Optimizer) -> list[dict[Any, Any]]:
+        """Return what a state has of parameters under a name, beside other names, as TRAC's has."""
+        state = optimizer.state
+        size, found = self._nested.get(id(optimizer), (-1, []))
+        if size != len(state):  # `move` leaves as many entries, of thousands
+            others = [value for key, value in state.items() if not isinstance(key, Tensor)]
+            dicts = [value for value in others if isinstance(value, dict)]
+            found = [one for one in dicts if any(isinstance(key, Tensor) for key in one)]
+            self._nested[id(optimizer)] = len(state), found
+        return found
 
     def follow_device(self, stepped: Tensor) -> None:
         """Bring what has the shape of a tensor to the device that it was moved to."""
@@ -59,18 +73,25 @@ def _move(entries: MutableMapping[Any, Any], old: Any, new: Any) -> None:
     del entries[old]
 
 
-def _note(notes: set[Any] | dict[Any, Any], old: Tensor, new: Tensor, is_back: bool) -> None:
+def _own_notes(optimizer: Optimizer, kind: type) -> list[set[Any] | dict[Any, Any]]:
+    """Return the sets and dicts of an optimizer that are of such keys; those of one are alike."""
+    notes = [one for one in vars(optimizer).values() if isinstance(one, (set, dict))]
+    return [
+        one
+        for one in notes
+        if one is not optimizer.state and isinstance(next(iter(one), None), kind)
+    ]
+
+
+def _note(notes: set[Any] | dict[Any, Any], was: Any, now: Any, is_back: bool) -> None:
     """Let what is noted of a tensor, or of its id, hold for another: for the first one as well.
 
     Args:
-        notes: an optimizer's own; the keys of one are all of one kind.
-        old, new: the tensors.
+        notes: an optimizer's own.
+        was, now: the tensors, or their ids.
         is_back: the second one comes back, and nothing holds for the first one any more.
     """
-    first = next(iter(notes), None)
-    was: Any = old if isinstance(first, Tensor) else id(old)
-    now: Any = new if isinstance(first, Tensor) else id(new)
-    if not isinstance(first, (Tensor, int)) or was not in notes:
+    if was not in notes:
         return
     if isinstance(notes, dict):
         if is_back:

@@ -243,6 +243,42 @@ def test_cleared_between_backward_and_step(
 
 
 @pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("by", ["optimizer", "model"])
+def test_a_batch_that_the_script_leaves_out_is_no_mistake(
+    amp: ModuleType, level: str, by: str
+) -> None:
+    """As where the norm of its gradients is too large."""
+    model, optimizer = prepared(amp, level)
+    owner = model if by == "model" else optimizer
+    for number, inputs in enumerate(batches()):
+        owner.zero_grad()
+        with amp.scale_loss(loss_of(model, inputs), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        if number == 1:
+            owner.zero_grad()
+        before = weights(model)
+        optimizer.step()
+        assert all(map(torch.equal, before, weights(model))) is (number == 1)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_block_that_fails_is_no_step_behind_which_gradients_may_be_cleared(
+    amp: ModuleType, level: str
+) -> None:
+    model, optimizer = prepared(amp, level)
+    with (
+        contextlib.suppress(ValueError),
+        amp.scale_loss(loss_of(model, INPUTS), optimizer),
+    ):
+        raise ValueError("of the script")
+    with amp.scale_loss(loss_of(model, INPUTS), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.zero_grad()
+    with pytest.warns(UserWarning, match="gradients must last until the step"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("level", LEVELS)
 def test_cleared_by_hand_between_backward_and_step(amp: ModuleType, level: str) -> None:
     model, optimizer = prepared(amp, level)
     with warnings.catch_warnings(record=True) as caught:
