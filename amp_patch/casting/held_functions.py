@@ -66,6 +66,10 @@ class HeldFunctions:
         self._originals: dict[int, tuple[Any, Any]] = {}
         self._classes: weakref.WeakSet[type] = weakref.WeakSet()
 
+    def __bool__(self) -> bool:
+        """Whether there is something to put back."""
+        return bool(self._originals)
+
     def install(
         self,
         wrappers: Replacements,

@@ -18,6 +18,8 @@ class KeptWrappers:
         # By the function's id, for two in C are equal where one is the other's second name; with
         # the function, whose id it is, and the wrapper.
         self._made: dict[tuple[int, Hashable], tuple[Any, Any]] = {}
+        #: The ids of all wrappers, of which this table holds each once.
+        self.ids: set[int] = set()
 
     def get(self, function: Any, key: Hashable, make: Callable[[], Any]) -> Any:
         """Return the wrapper that was made for a function by a key, or make it.
@@ -29,12 +31,10 @@ class KeptWrappers:
         """
         place = id(function), key
         if place not in self._made:
-            self._made[place] = function, make()
+            wrapper = make()
+            self._made[place] = function, wrapper
+            self.ids.add(id(wrapper))
         return self._made[place][1]
-
-    def ids(self) -> set[int]:
-        """Return the ids of all, of which this table holds each once."""
-        return {id(wrapper) for _, wrapper in self._made.values()}
 
     def forget_held(self) -> None:
         """Keep none to which anything else refers, such as what torch.compile has compiled.
@@ -44,4 +44,4 @@ class KeptWrappers:
         """
         for key in list(self._made):
             if sys.getrefcount(self._made[key][1]) > 2:  # the table's, and the argument's
-                del self._made[key]
+                self.ids.discard(id(self._made.pop(key)[1]))

@@ -118,9 +118,11 @@ class LibraryFunctions:
         self.reach(list(self._models))
 
     def _restore_for_half(self) -> None:
+        if not (self._patches_for_half or self._held):
+            return
         self._patches_for_half.undo()
         layer_forwards.forget_half()
-        self._held.undo(_modules_of(self._models).values(), _kept.ids())
+        self._held.undo(_modules_of(self._models).values(), _kept.ids)
 
     def reach(self, models: Iterable[nn.Module]) -> None:
         """Patch the functions of torch that models in half hold, or their modules have imported.

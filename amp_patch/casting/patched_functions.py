@@ -193,6 +193,8 @@ class PatchedFunctions:
 
     def _restore(self) -> list[nn.Module]:
         """Put every function back; return the modules that held a patched one."""
-        held = self._held.undo(self._patches.undo(), self._casts.kept.ids())
+        if not (self._patches or self._held):  # to look for wrappers takes a part of `initialize`
+            return []
+        held = self._held.undo(self._patches.undo(), self._casts.kept.ids)
         self._casts.kept.forget_held()
         return held

@@ -15,7 +15,7 @@ def test_each_function_has_one_wrapper_for_each_key() -> None:
     kept = KeptWrappers()
     first, second = kept.get(torch.mm, 1, Wrapper), kept.get(torch.mm, 2, Wrapper)
     assert kept.get(torch.mm, 1, Wrapper) is first is not second
-    assert kept.ids() == {id(first), id(second)}
+    assert kept.ids == {id(first), id(second)}
 
 
 def test_a_second_name_of_a_function_in_c_has_a_wrapper_of_its_own() -> None:
@@ -29,5 +29,5 @@ def test_what_somebody_holds_is_forgotten_and_made_anew() -> None:
     held = kept.get(torch.mm, 1, Wrapper)
     let_go = id(kept.get(torch.mm, 2, Wrapper))
     kept.forget_held()
-    assert kept.ids() == {let_go}
+    assert kept.ids == {let_go}
     assert kept.get(torch.mm, 1, Wrapper) is not held

@@ -480,7 +480,7 @@ def test_no_living_modules_are_looked_for_where_nobody_holds_a_wrapper(
     model = amp.initialize(model, opt_level=level, verbosity=0)
     model(torch.randn(3, 2)).sum().backward()
     amp.deactivate()
-    assert library_functions._kept.ids()
+    assert library_functions._kept.ids
     assert searches == []
 
 
