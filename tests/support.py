@@ -60,8 +60,9 @@ def nightly_levels(tests: Iterable[pytest.Function]) -> list[pytest.Function]:
     """Return the tests at levels that the ordinary run leaves out, for it makes the like of them.
 
     Those at O0, O3 and O4 that it makes at O1, O2 or O5: nearly all that these levels do, others
-    do. O0 casts nothing, O3 is O2 without masters, O4 is O1 in bfloat16. And where a test has
-    several cases at both O2 and O5, which is O2 in bfloat16, each case at one of the two, in turn.
+    do. O0 casts nothing, O3 is O2 without masters, O4 is O1 in bfloat16. And of the cases at both
+    O2 and O5, which is O2 in bfloat16, each at one of the two: the cases of a test in turn, and in
+    a file the tests that have one case each. A test that is alone in that keeps both.
     A file of which the global ``EVERY_LEVEL`` is true keeps all of its tests.
     """
     left_out: list[pytest.Function] = []
@@ -71,7 +72,11 @@ def nightly_levels(tests: Iterable[pytest.Function]) -> list[pytest.Function]:
             left_out += [at[level] for level in ("O0", "O3", "O4") if level in at]
         if "O2" in at and "O5" in at:
             pairs.setdefault(case[:3], []).append(at)
-    for several in pairs.values():
+    singles: dict[Any, list[dict[str, pytest.Function]]] = {}
+    for test, cases in pairs.items():
+        if len(cases) == 1:
+            singles.setdefault(test[0], []).extend(cases)
+    for several in (*pairs.values(), *singles.values()):
         if len(several) > 1:
             left_out += [at[level] for at, level in zip(several, cycle(("O5", "O2")), strict=False)]
     return left_out
