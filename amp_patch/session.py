@@ -59,6 +59,10 @@ _NO_STATE = (
     "internal Amp state has not been initialized, or amp.deactivate() has ended it for all models"
 )
 _MEND = "call model, optimizer = amp.initialize(model, optimizer, opt_level=...) first"
+_MEND_ANEW = (
+    "call amp.deactivate(), make the optimizer of model.parameters(), and call model, optimizer = "
+    "amp.initialize(model, optimizer, opt_level=...) anew, with every optimizer of the model"
+)
 
 
 _P = ParamSpec("_P")
@@ -378,12 +382,18 @@ class Session:
             if optimizer not in steps:
                 raise RuntimeError(
                     f"{call} got an optimizer that amp.initialize() did not return "
-                    f"({type(optimizer).__name__}); {_MEND}."
+                    f"({type(optimizer).__name__}); {self._mend_for(optimizer)}."
                     if self.initialized
                     else f"Invoked '{caller}', but {_NO_STATE}; "
                     f"got an optimizer ({type(optimizer).__name__}); {_MEND}."
                 )
         return [steps[optimizer] for optimizer in given]
+
+    def _mend_for(self, optimizer: Any) -> str:
+        """Return what to call for an optimizer that comes later; a model in half takes none."""
+        halves = self.models.stored_in_half()
+        params = map(self.optimizers.param_of, params_of(optimizer))
+        return _MEND_ANEW if any(id(param) in halves for param in params) else _MEND
 
     def _is_disabled(self, optimizers: Any) -> bool:
         if not self.initialized:

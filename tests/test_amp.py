@@ -709,6 +709,25 @@ def test_scale_loss_refuses_an_optimizer_it_does_not_know(amp: ModuleType) -> No
         amp.scale_loss(torch.zeros(()), [optimizer, make(Adam)[1]])
 
 
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+@pytest.mark.parametrize("of", ["model", "groups"])
+def test_a_later_optimizer_of_a_model_in_half_is_told_what_to_do_in_one_message(
+    amp: ModuleType, level: str, of: str
+) -> None:
+    model, optimizer = amp.initialize(*make(), opt_level=level, loss_scale=64.0, verbosity=0)
+    params = {"model": list(model.parameters()), "groups": optimizer.param_groups[0]["params"]}
+    later = Adam(params[of], eps=1e-3)
+    with pytest.raises(RuntimeError, match=r"; call amp.deactivate\(\), make the optimizer of"):
+        amp.scale_loss(torch.zeros(()), later)
+    amp.deactivate()  # as it says
+    later = Adam(model.parameters(), eps=1e-3)
+    model, later = amp.initialize(model, later, opt_level=level, loss_scale=64.0, verbosity=0)
+    before = [param.detach().clone() for param in model.parameters()]
+    scaled_backward(amp, model(torch.randn(16, 4)).float().square().mean(), later)
+    later.step()
+    assert not all(map(torch.equal, before, model.parameters()))
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_one_optimizer_named_twice_is_unscaled_once(amp: ModuleType, level: str) -> None:
     def gradients(times: int) -> list[Tensor]:
