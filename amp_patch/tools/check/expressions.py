@@ -216,6 +216,11 @@ class Expressions(Reader):
         made = Sum if isinstance(op, ast.Add | ast.Sub) else Value
         return made(f"({left.key} {type(op).__name__} {right.key})", [left, right])
 
+    def _read_FormattedValue(self, node: ast.FormattedValue) -> Value:
+        value = self.evaluate(node.value)
+        self.note("builtins.format", node, Arguments([value]))
+        return Value(parts=[value])
+
     def _read_Lambda(self, node: ast.Lambda) -> Value:
         return Function(node, self.scope, self.defaults(node.args))
 

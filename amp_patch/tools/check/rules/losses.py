@@ -13,8 +13,12 @@ from .registry import rule
 from .steps import is_loss_scale
 
 _READS = (".item", ".tolist", ".detach", ".cpu", ".numpy")
-#: Get what they read as an argument; ``Add=`` is ``total += scaled_loss``.
-_GIVEN = ("builtins.float", "builtins.print", "wandb.log", "Add=", ".add_scalar", ".log", ".update")
+#: Get what they read as an argument; ``Add=`` is ``total += scaled_loss``, and ``.step`` that of
+#: ``ReduceLROnPlateau``.
+_GIVEN = (
+    *("builtins.float", "builtins.format", "builtins.print", "wandb.log", "Add="),
+    *(".add_scalar", ".format", ".log", ".step", ".update"),
+)
 
 
 @rule(
