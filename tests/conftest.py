@@ -9,6 +9,7 @@ import shutil
 import sys
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -19,10 +20,13 @@ import hypothesis
 import pytest
 import torch
 import torch_snapshot
-from support import PROFILE, nightly_levels
+from support import PROFILE, nightly_cases, nightly_levels
 from torch import distributed
 
 pytest_plugins = ["pytester"]
+
+#: Names the tests that take longest, and have several cases: a tenth of a second each, and four.
+COSTLY = Path(__file__).with_name("costly.txt")
 
 BEGINS_WITH_THE_LAST = os.environ.get("PYTEST_XDIST_WORKER", "").endswith(tuple("13579"))
 
@@ -123,12 +127,16 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[pytest.C
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> Iterator[None]:
-    """Leave what `nightly_levels` names to the nightly run; skip what needs a GPU without one.
+    """Leave to the nightly run what `nightly_levels` and `nightly_cases` name.
+
+    Skip what needs a GPU without one.
 
     In the order of the files, whichever was collected first; pytest-randomly draws another behind.
     """
     items.sort(key=lambda item: str(item.path))
     for item in nightly_levels(items):
+        item.add_marker(pytest.mark.slow)
+    for item in nightly_cases(items, COSTLY.read_text().split()):
         item.add_marker(pytest.mark.slow)
     if not torch.cuda.is_available():
         for item in items:

@@ -62,24 +62,80 @@ def nightly_levels(tests: Iterable[pytest.Function]) -> list[pytest.Function]:
     Those at O0, O3 and O4 that it makes at O1, O2 or O5: nearly all that these levels do, others
     do. O0 casts nothing, O3 is O2 without masters, O4 is O1 in bfloat16. And of the cases at both
     O2 and O5, which is O2 in bfloat16, each at one of the two: the cases of a test in turn, and in
-    a file the tests that have one case each. A test that is alone in that keeps both.
+    a file the tests that have one case each. A test that is alone in that keeps both. Where a test
+    has four cases or more at O1 as well, each is made at one level, in turn O1, O2, O1 and O5.
     A file of which the global ``EVERY_LEVEL`` is true keeps all of its tests.
     """
     left_out: list[pytest.Function] = []
-    pairs: dict[Any, list[dict[str, pytest.Function]]] = {}
-    for case, at in _by_case(tests).items():
-        if not at.keys().isdisjoint(("O1", "O2", "O5")):
-            left_out += [at[level] for level in ("O0", "O3", "O4") if level in at]
-        if "O2" in at and "O5" in at:
-            pairs.setdefault(case[:3], []).append(at)
-    singles: dict[Any, list[dict[str, pytest.Function]]] = {}
-    for test, cases in pairs.items():
-        if len(cases) == 1:
-            singles.setdefault(test[0], []).extend(cases)
-    for several in (*pairs.values(), *singles.values()):
-        if len(several) > 1:
-            left_out += [at[level] for at, level in zip(several, cycle(("O5", "O2")), strict=False)]
+    singles: dict[Any, list[Case]] = {}
+    for (file, *_), cases in _by_test(tests).items():
+        for at in cases:
+            if not at.keys().isdisjoint(_ORDINARY):
+                left_out += [test for level, test in at.items() if level not in _ORDINARY]
+        several = [{level: at[level] for level in _ORDINARY if level in at} for at in cases]
+        many = [at for at in several if "O1" in at and len(at) > 1]
+        if len(many) >= 4:
+            left_out += _all_but(many, ("O1", "O2", "O1", "O5"))
+            several = [at for at in several if "O1" not in at]
+        pairs = [at for at in several if "O2" in at and "O5" in at]
+        left_out += _all_but_one_half(pairs)
+        singles.setdefault(file, []).extend(pairs if len(pairs) == 1 else ())
+    for pairs in singles.values():
+        left_out += _all_but_one_half(pairs)
     return left_out
+
+
+#: Of each level at which a case is made, the test.
+Case = dict[str, pytest.Function]
+_ORDINARY = ("O1", "O2", "O5")
+
+
+def _all_but(cases: Iterable[Case], levels: Iterable[str]) -> list[pytest.Function]:
+    """Return all tests of cases but one of each, in turn at these levels."""
+    left_out: list[pytest.Function] = []
+    for at, level in zip(cases, cycle(levels), strict=False):
+        kept = at.get(level) or next(iter(at.values()))
+        left_out += [test for test in at.values() if test is not kept]
+    return left_out
+
+
+def _all_but_one_half(pairs: list[Case]) -> list[pytest.Function]:
+    """Return of several cases at both O2 and O5 the one or the other."""
+    if len(pairs) < 2:
+        return []
+    return [at[level] for at, level in zip(pairs, cycle(("O5", "O2")), strict=False)]
+
+
+def nightly_cases(
+    tests: Iterable[pytest.Function], costly: Collection[str]
+) -> list[pytest.Function]:
+    """Return half of the cases of the tests that take longest: of four the second and the third.
+
+    So two levels that take turns are both left.
+
+    Args:
+        tests: but for those that are left out already.
+        costly: their names, as ``tests/casting/test_rules.py::test_every_rule``.
+    """
+    cases: dict[str, list[pytest.Function]] = {}
+    for test in tests:
+        name = test.nodeid.partition("[")[0]
+        if name in costly and not test.get_closest_marker("slow"):
+            cases.setdefault(name, []).append(test)
+    return [
+        test
+        for several in cases.values()
+        for number, test in enumerate(several)
+        if number % 4 in (1, 2)
+    ]
+
+
+def _by_test(tests: Iterable[pytest.Function]) -> dict[tuple[Any, ...], list[Case]]:
+    """Return the cases of each test that is made at levels, of each case the tests by level."""
+    found: dict[tuple[Any, ...], list[Case]] = {}
+    for case, at in _by_case(tests).items():
+        found.setdefault(case[:3], []).append(at)
+    return found
 
 
 def _by_case(tests: Iterable[pytest.Function]) -> dict[Any, dict[str, pytest.Function]]:

@@ -27,6 +27,7 @@ def run_tests(pytester: pytest.Pytester):
     """Run a test file under this project's conftest, in a process of its own."""
     for name in ("conftest.py", "support.py", "torch_snapshot.py"):
         pytester.path.joinpath(name).write_text((TESTS / name).read_text())
+    pytester.path.joinpath("costly.txt").write_text("test_few.py::test_costly\n")
     pytester.makeini(
         "[pytest]\nmarkers =\n  gpu: needs a CUDA device\n  slow: nightly\n"
         "addopts = -s -m 'not slow'\n"
@@ -124,19 +125,52 @@ def test_levels_that_do_what_others_do_are_left_to_the_nightly_run(run_tests) ->
         def test_in_turn(level, other):
             print(f"in turn {level}.")
 
+        @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+        @pytest.mark.parametrize("other", [object(), object(), object(), object()])
+        def test_of_many(level, other):
+            print(f"many {level}.")
+
         @pytest.mark.parametrize("level", ["O2", "O5"])
         def test_of_one_case(level):
             print(f"one case {level}.")
+
+        @pytest.mark.parametrize("level", ["O2", "O5"])
+        def test_of_another_case(level):
+            print(f"another {level}.")
+
+        @pytest.mark.parametrize("level", ["O1", "O5"])
+        @pytest.mark.parametrize("other", [object(), object()])
+        def test_costly(level, other):
+            print(f"costly {level}.")
     """
-    result = run_tests(test_few=tests, test_all="EVERY_LEVEL = True\n" + textwrap.dedent(tests))
-    printed = Counter(
-        re.findall(r"(at|alone|in turn|one case) (O\d)\.", "\n".join(result.outlines))
-    )
-    each = {("at", "O0"): 2, ("at", "O1"): 4, ("at", "O4"): 2}
-    # of three cases two at O2 and one at O5; in the other file each of them at both
-    in_turn = {("in turn", "O1"): 6, ("in turn", "O2"): 2 + 3, ("in turn", "O5"): 1 + 3}
-    one_case = {("one case", "O2"): 2, ("one case", "O5"): 2}
-    assert printed == {**each, ("alone", "O3"): 2, ("alone", "O4"): 2, **in_turn, **one_case}
+    lone = """
+        import pytest
+
+        @pytest.mark.parametrize("level", ["O2", "O5"])
+        def test_alone_in_its_file(level):
+            print(f"lone {level}.")
+    """
+    every = "EVERY_LEVEL = True\n" + textwrap.dedent(tests)
+    result = run_tests(test_few=tests, test_all=every, test_lone=lone)
+    names = "at|alone|in turn|many|one case|another|costly|lone"
+    printed = Counter(re.findall(rf"({names}) (O\d)\.", "\n".join(result.outlines)))
+    assert printed == {
+        # in the one file what is left of the cases, in the other all
+        ("at", "O0"): 2, ("at", "O1"): 2 + 2, ("at", "O4"): 2,
+        ("alone", "O3"): 1 + 1, ("alone", "O4"): 1 + 1,
+        ("in turn", "O1"): 3 + 3, ("in turn", "O2"): 2 + 3, ("in turn", "O5"): 1 + 3,
+        ("many", "O1"): 2 + 4, ("many", "O2"): 1 + 4, ("many", "O5"): 1 + 4,
+        ("one case", "O2"): 1 + 1, ("one case", "O5"): 1,
+        ("another", "O2"): 1, ("another", "O5"): 1 + 1,
+        ("costly", "O1"): 1 + 2, ("costly", "O5"): 1 + 2,
+        ("lone", "O2"): 1, ("lone", "O5"): 1,
+    }  # fmt: skip
+
+
+def test_the_costly_tests_are_there() -> None:
+    for name in (TESTS / "costly.txt").read_text().split():
+        path, _, test = name.partition("::")
+        assert f"def {test}(" in (TESTS.parent / path).read_text(), name
 
 
 def test_the_files_are_in_order_before_pytest_randomly_draws_one(
