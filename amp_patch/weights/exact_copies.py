@@ -64,11 +64,13 @@ class ExactCopies:
 
     def exact_values(self, tensors: Sequence[Tensor]) -> dict[int, Tensor]:
         """Return the fp32 values of those that are weights and buffers in half, by their ids."""
-        halves = [one for one in tensors if one.dtype in HALVES and self._store.holds(one)]
-        if halves:
-            self._store.handed_out.take_over()
-            self._note_writes()
-        return {id(one): self._store.exact(one) for one in halves}
+        halves = [one for one in tensors if one.dtype in HALVES]
+        owners = self._owners() if halves else {}
+        if not any(id(one) in owners for one in halves):
+            return {}
+        self._store.handed_out.take_over()
+        self._note_writes()
+        return {id(one): self._store.exact(one) for one in halves if self._store.holds(one)}
 
     def _exact(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
