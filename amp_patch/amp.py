@@ -277,7 +277,7 @@ def scale_loss(
     """
     steps = session.steps_of(optimizers, "with amp.scale_loss(loss, optimizer)")
     if steps is None:
-        return contextlib.nullcontext(loss)
+        return contextlib.nullcontext(with_torchs_backward(loss))
     loss = with_torchs_backward(arguments.loss_of(loss))
     if loss.grad_fn is None and loss.requires_grad:
         tell_of_leaf(loss)

@@ -47,24 +47,24 @@ def _widening(exact: ExactValues, original: Callable[..., Any]) -> Callable[...,
     @functools.wraps(original)
     def convert(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # What a forward casts for itself goes on from the half numbers that it has begun with.
-        before = [] if running_modules() else _tensors_of(self)
-        values = exact(before)
+        before = {} if running_modules() else _tensors_of(self)
+        values = exact(list(before.values()))
         result = original(self, *args, **kwargs)
         if values:
             with torch.no_grad():
-                for was, now in zip(before, _tensors_of(self), strict=False):
-                    if id(was) in values and now.dtype not in HALVES:
-                        now.copy_(values[id(was)])
+                for name, tensor in _tensors_of(self).items():
+                    value = values.get(id(before.get(name)))
+                    if value is not None and tensor.dtype not in HALVES:
+                        tensor.copy_(value)
         return result
 
     return convert
 
 
-def _tensors_of(module: nn.Module) -> list[Tensor]:
+def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
     """Return parameters and buffers; of buffers torch puts new ones in their places."""
     params = module.named_parameters(remove_duplicate=False)
-    buffers = module.named_buffers(remove_duplicate=False)
-    return [tensor for _, tensor in chain(params, buffers)]
+    return dict(chain(params, module.named_buffers(remove_duplicate=False)))
 
 
 def _checking(

@@ -36,7 +36,7 @@ def open_scale() -> float | None:
 
 def with_torchs_backward(loss: Tensor) -> Tensor:
     """Return the loss; a view of it where a script has set ``loss.backward``, to open a block."""
-    if "backward" not in vars(loss):
+    if not isinstance(loss, Tensor) or "backward" not in vars(loss):
         return loss
     with torch.enable_grad():
         return loss.view_as(loss)

@@ -666,3 +666,14 @@ def test_a_loss_may_have_a_backward_of_its_own_that_opens_the_block(
     loss.backward()
     optimizer.step()
     assert model.weight.tolist() == [-2.0, -2.0]
+
+
+def test_so_it_may_where_amp_is_disabled(amp: ModuleType) -> None:
+    model, optimizer = prepared(amp, "O2", enabled=False)
+    loss = model.loss(2.0)
+    loss.backward = lambda: scaled_backward(amp, loss, optimizer)
+    loss.backward()
+    optimizer.step()
+    assert model.weight.tolist() == [-2.0, -2.0]
+    with amp.scale_loss(None, optimizer) as given:  # which nobody looks at then
+        assert given is None

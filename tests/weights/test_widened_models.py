@@ -114,6 +114,27 @@ def test_a_forward_that_casts_a_layer_goes_on_from_the_numbers_it_has(
     assert model(torch.randn(2, 4)).isfinite().all()
 
 
+class Growing(nn.Linear):
+    """Adds a parameter of the same shape when it is converted, before the others."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        super()._apply(fn, recurse)
+        own = dict(self._parameters)
+        self._parameters.clear()
+        self._parameters.update({"added": nn.Parameter(torch.zeros(4, 4)), **own})
+        return self
+
+
+def test_tensors_are_known_by_their_names(amp: ModuleType) -> None:
+    model = Growing(4, 4)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    exact = {name: value.clone() for name, value in model.state_dict().items()}
+    model.float()
+    assert model.added.eq(0).all()
+    assert all(torch.equal(getattr(model, name), value) for name, value in exact.items())
+
+
 def test_a_copy_that_is_no_prepared_model_is_as_torch_has_it(amp: ModuleType) -> None:
     trained(amp, "O2")
     other = nn.Linear(2, 2).half()
