@@ -14,14 +14,14 @@ const weight = (words) => words.reduce((sum, word) => sum + Math.log(messages.le
 // What is in no message is a value of the user's, a name say.
 const asked = wordsOf(new URLSearchParams(location.search).get("q") ?? "").filter((word) => counts.has(word));
 
-// A hit has three words of the query at least, and most of the query's or the message's weight. The best
+// A hit has four words of the query at least, and most of the query's or the message's weight. The best
 // one has the most of the query; words that the query lacks count against it.
 const hits = messages
   .map(({ link, text, words }) => {
     const common = words.filter((word) => asked.includes(word));
     return { link, text, count: common.length, common: weight(common), all: weight(words) };
   })
-  .filter(({ count, common, all }) => count >= 3 && common >= Math.max(5, 0.6 * Math.min(weight(asked), all)))
+  .filter(({ count, common, all }) => count >= 4 && common >= Math.max(5, 0.6 * Math.min(weight(asked), all)))
   .sort((a, b) => 1.25 * (b.common - a.common) - 0.25 * (b.all - a.all))
   .slice(0, 5);
 
