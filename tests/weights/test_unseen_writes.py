@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from types import ModuleType
 
@@ -168,6 +169,31 @@ def test_a_step_that_reads_data_has_nothing_looked_at(
     assert not looks
     assert optimizer.param_groups[0]["params"][0].data is not None
     assert len(looks) == 1
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("kind", [Adam, ByData])
+def test_a_hook_behind_the_step_may_write_late(
+    amp: ModuleType, level: str, kind: type[Adam]
+) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = kind(model.parameters())
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=64.0, verbosity=0)
+
+    steps = itertools.count()
+
+    def write(*_: object) -> None:
+        if next(steps) == 20:
+            for master in optimizer.param_groups[0]["params"]:
+                master.data.copy_(torch.full_like(master, 0.25))
+
+    optimizer.register_step_post_hook(write)
+    for _ in range(21):
+        optimizer.zero_grad()
+        scaled_backward(amp, model(torch.ones(1, 3)).float().sum(), optimizer)
+        optimizer.step()
+    assert torch.equal(model(torch.ones(1, 3)).float(), torch.ones(1, 2))
+    assert all((value == 0.25).all() for value in model.state_dict().values())
 
 
 def test_a_read_of_a_masters_data_has_it_looked_at_until_the_next_step() -> None:

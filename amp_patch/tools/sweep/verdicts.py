@@ -105,7 +105,8 @@ def _divergence(steps: Sequence[Step]) -> tuple[int, str] | None:
         kinds = {"NaN" if math.isnan(step.loss or 0.0) else "inf" for step in steps[-bad:]}
         return bad, f"from then on the loss is {' or '.join(sorted(kinds))}"
     losses = [abs(step.loss or 0.0) for step in steps]
-    bound = BLOWN_UP * max(1.0, losses[0])
+    first = [loss for loss in losses if loss and math.isfinite(loss)][:2]
+    bound = BLOWN_UP * max([1.0, *first])
     large = _trailing(loss > bound for loss in losses)
     if large:
         return large, f"from then on the loss is more than {BLOWN_UP:,.0f} times what it was"

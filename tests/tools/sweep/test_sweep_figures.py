@@ -109,6 +109,7 @@ def test_the_verdict_says_what_became_of_a_level(run, kind: str, step, words: st
         ),
         ([0.7, 0.5, 2e4, 300.0, -6e6, -7e7], (), 3, "what it was, to the end of that training"),
         ([300.0, 0.5, 2e6, 1e6, 2e9, 5e9], (), None, ""),  # too little, or not to the end
+        ([0.0, 0.0, 2e6, NAN, INF, 2e6], (), None, ""),  # whose first one tells nothing
         ([0.0, 0.5, 9.0, 1e-9, 9e3, 9e3], (), None, ""),  # a loss that begins near 0
         ([1.0] * 120, range(31, 61), 31, "30 of them, to the end of that training"),
         ([1.0] * 120, range(50, 75), None, ""),  # some at the end of one, some in the next
