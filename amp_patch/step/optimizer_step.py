@@ -262,7 +262,7 @@ class OptimizerStep:
             self.backward.receive_unscaled()
 
     def note_data_read(self, stepped: Tensor) -> None:
-        """A script is about to read ``stepped.data``, and may write to it, also in a hook behind the step."""
+        """A script may be about to write to ``stepped.data``, also in a hook behind the step."""
         is_in_own_step = self._is_stepping and not self._is_published
         if self.masters is not None and not is_in_own_step:
             self.masters.note_data_read(stepped)
