@@ -25,7 +25,7 @@ from torch import distributed
 
 pytest_plugins = ["pytester"]
 
-#: Names the tests that take longest, and have several cases: a tenth of a second each, and four.
+#: Names the tests that take longest, and have several cases: 70 ms each, and four, or more.
 COSTLY = Path(__file__).with_name("costly.txt")
 
 BEGINS_WITH_THE_LAST = os.environ.get("PYTEST_XDIST_WORKER", "").endswith(tuple("13579"))
