@@ -6,12 +6,16 @@ made, as a set of those that no weight decay is for; no groups, and no values of
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterable, Iterator, MutableMapping
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
+
+#: So many other names may stand before the first parameter in what a state has under a name.
+_FEW = 64
 
 
 class SteppedState:
@@ -44,13 +48,15 @@ class SteppedState:
     def _nested_in(self, optimizer: Optimizer) -> list[dict[Any, Any]]:
         """Return what a state has of parameters under a name, beside other names, as TRAC's has."""
         state = optimizer.state
-        size, found = self._nested.get(id(optimizer), (-1, []))
+        size, dicts = self._nested.get(id(optimizer), (-1, []))
         if size != len(state):  # `move` leaves as many entries, of thousands
             others = [value for key, value in state.items() if not isinstance(key, Tensor)]
             dicts = [value for value in others if isinstance(value, dict)]
-            found = [one for one in dicts if any(isinstance(key, Tensor) for key in one)]
-            self._nested[id(optimizer)] = len(state), found
-        return found
+            self._nested[id(optimizer)] = len(state), dicts
+        # A few other names come first. A dict of numbers alone must not be asked for a tensor.
+        firsts = [itertools.islice(one, _FEW) for one in dicts]
+        pairs = zip(dicts, firsts, strict=True)
+        return [one for one, keys in pairs if any(isinstance(key, Tensor) for key in keys)]
 
     def follow_device(self, stepped: Tensor) -> None:
         """Bring what has the shape of a tensor to the device that it was moved to."""

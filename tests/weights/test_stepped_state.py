@@ -69,7 +69,7 @@ def test_what_has_the_shape_of_a_tensor_follows_it_to_its_device() -> None:
 
 
 class Choosy(SGD):
-    """Lets weights decay but for those that it was told of, in one of six ways."""
+    """Lets weights decay but for those that it was told of, in one of seven ways."""
 
     def __init__(self, params: list[Tensor], spared: list[Tensor], way: str) -> None:
         super().__init__(params, lr=1e-6)
@@ -81,8 +81,9 @@ class Choosy(SGD):
             "dict of ids": {id(param): factor for param, factor in factors.items()},
             "state": {"step": 0, **factors},
             "state later": {"step": 0},
+            "state from the start": {"step": 0},
         }[way]
-        if way == "state":
+        if way in ("state", "state from the start"):
             self.state["factors"] = self.notes
         self.others: dict[str, Any] = {"nothing": {}, "names": {"a": 1}}
         self.way = way
@@ -95,7 +96,7 @@ class Choosy(SGD):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        if self.way == "state later" and not self.state:
+        if self.way.startswith("state ") and len(self.notes) == 1:
             self.state["factors"] = self.notes
             params = self.param_groups[0]["params"]
             self.notes.update({param: 1.0 if param.ndim == 1 else 0.5 for param in params})
@@ -105,7 +106,9 @@ class Choosy(SGD):
         return super().step(closure)
 
 
-@pytest.mark.parametrize("way", ["set", "ids", "dict", "dict of ids", "state", "state later"])
+@pytest.mark.parametrize(
+    "way", ["set", "ids", "dict", "dict of ids", "state", "state later", "state from the start"]
+)
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O5"])
 def test_what_an_optimizer_notes_of_parameters_holds_for_what_it_steps(
     amp: ModuleType, level: str, way: str
@@ -122,11 +125,11 @@ def test_what_an_optimizer_notes_of_parameters_holds_for_what_it_steps(
         optimizer.step()
     torch.testing.assert_close(model.weight.float(), torch.full((3, 3), 0.25), rtol=0, atol=1e-3)
     torch.testing.assert_close(model.bias.float(), torch.ones(3), rtol=0, atol=1e-3)
-    if way != "state later":  # which knows no other tensors than it has stepped
+    if not way.startswith("state "):  # which knows no other tensors than it has stepped
         assert [optimizer.factor(param) for param in model.parameters()] == [0.5, 1.0]
     amp.deactivate()
     assert [optimizer.factor(param) for param in model.parameters()] == [0.5, 1.0]
-    if way == "state later":
+    if way.startswith("state "):
         before.update(dict.fromkeys(model.parameters()))
     assert optimizer.notes == before if "ids" in way else set(optimizer.notes) == set(before)
     assert optimizer.others == {"nothing": {}, "names": {"a": 1}}
