@@ -180,7 +180,8 @@ def of_later_backward(call: Call) -> str:
         return ""
     grads = {index: torch.ones_like(output) for index, output in enumerate(one.outputs)}
     left = one.backward(grads)
-    if left is None:
+    # What half weights cannot hold, of gradients that are not these, tells nothing.
+    if left is None or left.result.dtype != "float32":
         return ""
     return (
         f"That mends the forward alone: the backward of `{left.place.operator}` is "

@@ -39,6 +39,17 @@ class Bounded(Normalized):
         return x / (x.square().sum(-1, keepdim=True) + 1e-16).sqrt()
 
 
+class Steep(nn.Module):
+    """Numbers beyond half, whose gradients half weights hold if the loss's are small enough."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(x) * 30000.0 * 30000.0
+
+
 class Amplified(nn.Module):
     """Gradients that are large inside, and right at a scale that fits."""
 
@@ -102,3 +113,13 @@ def test_a_backward_that_float32_does_not_mend_is_told_of_with_the_forward(
     model, optimizer = prepared(amp, around(plant()), level, rules={"modules": cause.rule})
     train(amp, model, optimizer)
     assert amp.step_was_skipped(optimizer) is (plant is Normalized)
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_gradients_of_1_that_half_weights_do_not_hold_are_no_error(
+    amp: ModuleType, level: str
+) -> None:
+    model, optimizer = prepared(amp, nn.Sequential(Steep(), nn.Identity()), level)
+    train(amp, model, optimizer, lambda outputs: outputs.float().mean())
+    assert the_cause(amp).rule == {"0": "float"}
+    assert "That mends the forward alone" not in str(amp.overflow_report())
