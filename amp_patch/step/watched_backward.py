@@ -80,7 +80,8 @@ def tell_of_strays(optimizers: Sequence[OptimizerBackward], loss: Tensor | None)
             "one that wrote none of their gradients, so that they train nothing. Compute "
             "the loss with the model that amp.initialize() returned, not with a copy of "
             "it, and pass the optimizer of that model to amp.scale_loss(). What "
-            "torch.autograd.grad() returned of parameters, assign to .grad inside the block."
+            "torch.autograd.grad() returned of parameters, assign to .grad inside the block; of an "
+            "input or of features alone, nothing is amiss."
         )
 
 

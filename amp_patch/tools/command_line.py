@@ -89,10 +89,11 @@ class Commands(click.Group):
 def _fix_rules_file() -> None:
     """Make the path in the environment absolute: scripts may change the folder before it is read.
 
-    Not the name of a profile, nor a file that is missing, which the command tells of.
+    Not the name of a profile, which has no suffix, nor a file that is missing, which the command
+    tells of.
     """
     given = os.environ.get(RULES_BY, "")
-    if os.path.isfile(given):
+    if os.path.isfile(given) and os.path.splitext(given)[1]:
         os.environ[RULES_BY] = os.path.abspath(given)
 
 

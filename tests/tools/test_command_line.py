@@ -147,7 +147,8 @@ def test_what_the_terminal_cannot_show_does_not_end_a_command() -> None:
 def test_a_rules_file_of_the_environment_is_found_from_wherever_a_script_goes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "rules.toml").write_text("")
+    for name in ("rules.toml", "fast-norms"):  # a profile's name wins over a file's
+        (tmp_path / name).write_text("")
     monkeypatch.chdir(tmp_path)
     path = str(tmp_path / "rules.toml")
     names = {"rules.toml": path, path: path, "fast-norms": "fast-norms", "missing": "missing"}
