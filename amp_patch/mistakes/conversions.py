@@ -47,7 +47,8 @@ def _widening(exact: ExactValues, original: Callable[..., Any]) -> Callable[...,
     @functools.wraps(original)
     def convert(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # What a forward casts for itself goes on from the half numbers that it has begun with.
-        before = {} if running_modules() else _tensors_of(self)
+        moves_alone = original.__name__ == "to" and not _names_a_dtype(*args, **kwargs)
+        before = {} if moves_alone or running_modules() else _tensors_of(self)
         values = exact(list(before.values()))
         result = original(self, *args, **kwargs)
         if values:
@@ -59,6 +60,15 @@ def _widening(exact: ExactValues, original: Callable[..., Any]) -> Callable[...,
         return result
 
     return convert
+
+
+def _names_a_dtype(*args: Any, **kwargs: Any) -> bool:
+    """Tell whether a call of ``to`` may change dtypes: by one, or by a tensor that has one.
+
+    Who moves a model to a device alone need not have all weights read.
+    """
+    given = (*args, *kwargs.values())
+    return any(isinstance(one, (torch.dtype, Tensor)) for one in given)
 
 
 def _tensors_of(module: nn.Module) -> dict[str, Tensor]:

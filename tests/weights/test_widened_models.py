@@ -12,11 +12,15 @@ from support import scaled_backward
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from amp_patch.weights.fp32_values import FP32Values
+
 HALF = ("O2", "O3", "O5")
 WAYS: dict[str, Callable[[nn.Module], object]] = {
     "float": lambda model: model.float(),
     "double": lambda model: model.double(),
     "to": lambda model: model.to("cpu", torch.float32),
+    "to a tensor's": lambda model: model.to(torch.zeros(1)),
+    "to by name": lambda model: model.to(dtype=torch.float32),
     "type": lambda model: model.type(torch.float32),
     "of a part": lambda model: [part.float() for part in model.children()],
 }
@@ -123,6 +127,17 @@ class Growing(nn.Linear):
         self._parameters.clear()
         self._parameters.update({"added": nn.Parameter(torch.zeros(4, 4)), **own})
         return self
+
+
+def test_a_move_to_a_device_reads_no_weights(
+    amp: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = trained(amp, "O2")
+    read: list[object] = []
+    monkeypatch.setattr(FP32Values, "exact", lambda self, param: read.append(param))
+    model.to("cpu")
+    model.to(device="cpu", non_blocking=True)
+    assert not read
 
 
 def test_tensors_are_known_by_their_names(amp: ModuleType) -> None:
