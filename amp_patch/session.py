@@ -326,7 +326,8 @@ class Session:
 
     def _note_data_read(self, param: nn.Parameter) -> None:
         self.cache.doubt(param)
-        self.optimizers.note_data_read(param)
+        if param.dtype is torch.float32:  # as masters are: no half weight asks all optimizers
+            self.optimizers.note_data_read(param)
 
     def show_writes(self, model: nn.Module | None = None) -> None:
         """Have what was written to masters and to the last state dicts in the parameters.

@@ -136,7 +136,7 @@ def pytest_collection_modifyitems(items: list[pytest.Function]) -> Iterator[None
     items.sort(key=lambda item: str(item.path))
     for item in nightly_levels(items):
         item.add_marker(pytest.mark.slow)
-    for item in nightly_cases(items, COSTLY.read_text().split()):
+    for item in nightly_cases(items, set(COSTLY.read_text().split())):
         item.add_marker(pytest.mark.slow)
     if not torch.cuda.is_available():
         for item in items:
