@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -278,7 +278,7 @@ class Session:
         on_error.callback(self.deactivate)
         torch_compile.make_tables()
         torch_sites.install(self._torch_patches, self.guard.replacements())
-        data_reads.install(self._torch_patches, self._note_data_read, self.store.note_set)
+        data_reads.install(self._torch_patches, self._note_data_read, self._note_data_set)
         self.guard.follow_imports(self._torch_patches)
         torch_compile.compile_nothing_of_ours_alone(self._torch_patches)
         torch_compile.trace_into_regions(self._torch_patches)
@@ -328,6 +328,11 @@ class Session:
         self.cache.doubt(param)
         if param.dtype is torch.float32:  # as masters are: no half weight asks all optimizers
             self.optimizers.note_data_read(param)
+
+    def _note_data_set(self, param: nn.Parameter, new: Tensor) -> None:
+        self.store.note_set(param, new)
+        if param.dtype is torch.float32:
+            self.optimizers.note_data_set(param)
 
     def show_writes(self, model: nn.Module | None = None) -> None:
         """Have what was written to masters and to the last state dicts in the parameters.

@@ -213,10 +213,19 @@ class PreparedOptimizers:
 
     def note_data_read(self, param: Tensor) -> None:
         """The ``.data`` of a tensor is about to be read; see `MasterWeights.note_data_read`."""
+        for step in self._steps_with_masters():
+            step.note_data_read(param)
+
+    def note_data_set(self, param: Tensor) -> None:
+        """The ``.data`` of a tensor is about to be set; see `MasterWeights.note_data_set`."""
+        for step in self._steps_with_masters():
+            step.note_data_set(param)
+
+    def _steps_with_masters(self) -> Iterator[OptimizerStep]:
         for reference in [*self._steps] if self._masters else ():
             step = reference()
             if step is not None:
-                step.note_data_read(param)
+                yield step
 
     def param_of(self, stepped: Tensor) -> Tensor:
         """Return the half parameter of a master; a tensor that is no master stands for itself."""

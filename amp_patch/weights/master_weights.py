@@ -77,6 +77,7 @@ class MasterWeights:
         self._state = SteppedState((optimizer, *wrapped))
         self._lazy = lazy
         self._may_move = may_move
+        self._was_set = False
         self._values = values
         self._params: list[Tensor] = []
         self._masters: list[Tensor] = []
@@ -221,7 +222,7 @@ class MasterWeights:
 
         A graph may hold half weights of now: the forward alone shows masters in them.
         """
-        if self._exposed is not None or self._unseen.is_looking:
+        if self._exposed is not None or self._unseen.is_looking or self._was_set:
             self._unless_in_a_step(self._note_writes)
 
     def note_data_read(self, stepped: Tensor) -> None:
@@ -233,6 +234,10 @@ class MasterWeights:
             return
         if not self._unseen.is_looking:
             self._unless_in_a_step(lambda: self._unseen.look_now(self._local(self._masters)))
+
+    def note_data_set(self, stepped: Tensor) -> None:
+        """A script gives a master other memory, as `torch.nn.utils.vector_to_parameters` does."""
+        self._was_set |= id(stepped) in self._params_by_master
 
     def _unless_in_a_step(self, act: Callable[[], None]) -> None:
         """Call ``act``, unless another thread steps the masters."""
@@ -301,13 +306,14 @@ class MasterWeights:
     def _is_written(self) -> bool:
         if self._versions_of(self._masters) != self._versions.equal:
             return True
-        return self._may_move and self._places() != self._masters_at
+        return (self._was_set or self._may_move) and self._places() != self._masters_at
 
     def _places(self) -> list[int]:
         return look_up(Tensor.data_ptr, self._local(self._masters))
 
     def _note_moved(self) -> None:
         """``master.data = t`` is a write, though no version tells of it."""
+        self._was_set = False
         places = self._places()
         if places != self._masters_at:
             known = zip(self._masters, places, self._masters_at, strict=False)  # some may be new

@@ -12,6 +12,7 @@ import torch
 from support import scaled_backward
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim import Adam, Optimizer
 
 from amp_patch.weights.unseen_writes import UnseenWrites
@@ -56,6 +57,12 @@ def swapped(masters: list[Tensor], step: int) -> None:
         for master, value in zip(masters, kept, strict=True):
             master.data.fill_(7.0)
             master.data.copy_(0.3 * value)
+
+
+def elsewhere(masters: list[Tensor], step: int) -> None:
+    """Give masters the memory of a vector, as natural gradients and averages of weights do."""
+    if step == 20:
+        vector_to_parameters(0.3 * parameters_to_vector(masters).detach(), masters)
 
 
 def trained(
@@ -108,8 +115,8 @@ def test_a_write_to_a_master_through_its_data_is_seen(
 @pytest.mark.parametrize("level", ["O2", "O5"])
 @pytest.mark.parametrize(
     "before_and_behind",
-    [(nothing, late), (late, nothing), (nothing, swapped)],
-    ids=["behind the step", "before it", "swapped"],
+    [(nothing, late), (late, nothing), (nothing, swapped), (nothing, elsewhere)],
+    ids=["behind the step", "before it", "swapped", "elsewhere"],
 )
 def test_a_write_that_comes_late_is_seen(
     amp: ModuleType, level: str, width: int, before_and_behind: tuple[Write, Write]
@@ -120,6 +127,25 @@ def test_a_write_that_comes_late_is_seen(
     assert plain[-1] != pytest.approx(exact[-1], rel=0.1)
     assert found == pytest.approx(exact, rel=0.04)
     torch.testing.assert_close(found_output, output, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("steps", [0, 1, 20])
+def test_a_state_dict_has_what_data_was_set_to(amp: ModuleType, level: str, steps: int) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = Adam(model.parameters())
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=64.0, verbosity=0)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        scaled_backward(amp, model(torch.randn(4, 3)).float().square().mean(), optimizer)
+        optimizer.step()
+    weight, bias = optimizer.param_groups[0]["params"]
+    weight.data = torch.arange(6.0).reshape(2, 3) / 7
+    state = model.state_dict()
+    torch.testing.assert_close(state["weight"], torch.arange(6.0).reshape(2, 3) / 7, rtol=0, atol=0)
+    torch.testing.assert_close(state["bias"], bias.detach(), rtol=0, atol=0)
+    output = model(torch.eye(3)) - model(torch.zeros(3, 3))
+    torch.testing.assert_close(output.float(), state["weight"].T, rtol=0.01, atol=0.01)
 
 
 class Averaging(Adam):
