@@ -11,7 +11,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.utils.clip_grad
@@ -72,7 +72,12 @@ def _clipping(
             # Those of masters go with the step; torch's function raises where it finds none.
             result = None
         else:
-            result = original(stepped, *args, **kwargs)
+            try:
+                result = original(stepped, *args, **kwargs)
+            except RuntimeError as error:
+                if owners and "non-finite" in str(error):
+                    _refuse_infinite_norm(owners, error)
+                raise
         for owner in owners:  # there are some only where this is a list
             owner.clipped.note(stepped)
         return result
@@ -143,11 +148,24 @@ def _clip_parts(
         grads, float(max_norm), float(norm_type), ranks, device=device, whole=whole
     )
     if error_if_nonfinite and not torch.isfinite(total):
-        raise RuntimeError(
-            f"error_if_nonfinite=True wants a finite norm of the gradients; got {total.item()}. "
-            "Leave it out: after an overflow the step is skipped."
-        )
+        _refuse_infinite_norm(owners, None)
     return total
+
+
+def _refuse_infinite_norm(
+    owners: Sequence[OptimizerBackward], cause: RuntimeError | None
+) -> NoReturn:
+    """Raise for ``error_if_nonfinite=True``, which knows of no loss scale."""
+    if any(one.skip.is_certain for one in owners):
+        mend = (
+            "as an overflow leaves it, which a dynamic loss scale expects now and then. Leave it "
+            "out: optimizer.step() then skips the step, and the scale is halved."
+        )
+    else:
+        mend = "for which no step is skipped. `amp-patch diagnose -- SCRIPT` names where it began."
+    raise RuntimeError(
+        "error_if_nonfinite=True wants a finite norm of the gradients; got one that is not, " + mend
+    ) from cause
 
 
 def _measuring(optimizers: PreparedOptimizers, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -613,3 +613,20 @@ def test_what_a_graph_of_scaled_gradients_is_told_mends_it(amp: ModuleType) -> N
     for one, other in zip(named, plain, strict=True):
         torch.testing.assert_close(one, other, rtol=0.02, atol=2e-3)
     assert not all(map(functools.partial(torch.allclose, atol=2e-3), scaled, plain))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_norm_that_must_be_finite_knows_of_overflows(amp: ModuleType, level: str) -> None:
+    model, optimizer = prepared(amp, level)
+    with amp.scale_loss(loss_of(model, INPUTS) * float("inf"), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    of_overflow = pytest.raises(RuntimeError, match=r"Leave it out: optimizer.step\(\) then skips")
+    of_script = pytest.raises(RuntimeError, match="amp-patch diagnose -- SCRIPT")
+    with of_script if level == "O5" else of_overflow:
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+    optimizer.step()
+    optimizer.zero_grad()
+    one_pass(amp, model, optimizer)
+    next(core.master_params(optimizer)).grad.fill_(float("nan"))
+    with of_script:
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
