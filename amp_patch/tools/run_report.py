@@ -124,7 +124,8 @@ def start() -> None:
     at_end(report.end)  # the first that is registered is the last that is called
 
     def follow(_: ModuleType) -> None:
-        importlib.import_module("amp_patch.tools.run_report_child").follow(report)
+        child = importlib.import_module("amp_patch.tools.run_report_child")
+        report.training = child.follow(report.write_if_due)
 
     importlib.import_module("wrapt").register_post_import_hook(follow, "amp_patch.session")
 

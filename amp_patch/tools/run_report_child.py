@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed
@@ -16,21 +16,19 @@ from amp_patch.session import session
 from amp_patch.step.observers import StepObserver
 from amp_patch.step.skip import Skip
 
-from .run_report import Report
-
 
 class Recorder(StepObserver):
     """Keeps the summaries of the sessions of this process.
 
     Args:
-        report: is written now and then.
+        tell_of_step: called behind each step, where no CUDA graph is captured.
 
     Attributes:
         rank, world_size: when the process last initialized or stepped.
     """
 
-    def __init__(self, report: Report) -> None:
-        self._report = report
+    def __init__(self, tell_of_step: Callable[[], None]) -> None:
+        self._tell_of_step = tell_of_step
         self._over: list[dict[str, Any]] = []
         self.rank, self.world_size = rank(), 1
 
@@ -48,7 +46,7 @@ class Recorder(StepObserver):
         """See `StepObserver`."""
         params = optimizer.param_groups[0]["params"]
         if not params or not captures.are_made(params[0].device):
-            self._report.write_if_due()
+            self._tell_of_step()
 
     def _keep(self) -> None:
         self._over = self.sessions()
@@ -59,8 +57,8 @@ class Recorder(StepObserver):
         self.rank = rank()
 
 
-def follow(report: Report) -> None:
+def follow(tell_of_step: Callable[[], None]) -> Recorder:
     """Begin; called when the script has imported amp_patch."""
-    recorder = Recorder(report)
-    report.training = recorder
+    recorder = Recorder(tell_of_step)
     session.observers.attach(recorder)
+    return recorder
