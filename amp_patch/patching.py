@@ -96,9 +96,13 @@ class Patches:
         old, current = vars(owner).get(name, _ABSENT), new
         if weakly:
             old, current = _reference_to(old), _reference_to(new)
-        reference = _reference_to(owner)
-        setattr(owner, name, new)
-        self._undo.append((reference, name, old, current, weakly))
+        # Before it is set: Ctrl-C may come between the two, and what is not there is not undone.
+        self._undo.append((_reference_to(owner), name, old, current, weakly))
+        try:
+            setattr(owner, name, new)
+        except Exception:  # it is refused
+            self._undo.pop()
+            raise
 
     def replace_bindings(
         self, replacements: Mapping[int, tuple[Any, Any]], *, users_only: bool = False

@@ -655,3 +655,23 @@ def test_an_imported_module_is_patched_at_once(importable: str) -> None:
     seen: list[types.ModuleType] = []
     when_imported(importable, seen.append)
     assert seen == [module]
+
+
+def test_an_interrupt_right_behind_a_replacement_leaves_it_to_undo() -> None:
+    class Interrupted:
+        """Ctrl-C comes when an attribute was set for the first time."""
+
+        was_set = False
+
+        def __setattr__(self, name: str, value: object) -> None:
+            object.__setattr__(self, name, value)
+            if not Interrupted.was_set:
+                Interrupted.was_set = True
+                raise KeyboardInterrupt
+
+    owner, patches = Interrupted(), Patches()
+    vars(owner)["value"] = 1
+    with pytest.raises(KeyboardInterrupt):
+        patches.replace(owner, "value", 2)
+    patches.undo()
+    assert vars(owner) == {"value": 1}

@@ -8,6 +8,7 @@ import sys
 import time
 import types
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -28,7 +29,13 @@ from amp_patch.casting.mode import OFF, process
 from amp_patch.casting.patched_functions import PatchedFunctions
 from amp_patch.casting.weight_cache import WeightCache
 from amp_patch.session import session
-from amp_patch.step import optimizer_state, optimizer_step, prepared_optimizers, shared_scalers
+from amp_patch.step import (
+    optimizer_state,
+    optimizer_step,
+    prepared_optimizers,
+    replaced_methods,
+    shared_scalers,
+)
 from amp_patch.weights import half_model, half_storage
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
@@ -82,6 +89,8 @@ FAILURES: dict[str, tuple[Any, str, int, tuple[str, ...]]] = {
     "scalers": (shared_scalers, "LossScaler", 2, LEVELS),
     "masters": (optimizer_step, "MasterWeights", 1, ("O2", "O5")),
     "optimizer": (prepared_optimizers, "OptimizerStep", 2, LEVELS),
+    "methods": (replaced_methods.ReplacedMethods, "replace", 2, LEVELS),
+    "loads": (optimizer_state, "watch_first_step", 1, ("O3",)),
     "state": (optimizer_state.OptimizerState, "match", 2, HALF),
     "casts": (wrappers.Casts, "wrap", 100, CASTING),
 }
@@ -99,9 +108,13 @@ def observed(model: nn.Module, optimizer: Optimizer) -> list[Any]:
         list(map(id, optimizer.state)),
         [list(getattr(m, kind).values()) for m in model.modules() for kind in hooks],
         [len(m._load_state_dict_pre_hooks) for m in model.modules()],
-        {name: id(value) for name, value in vars(optimizer).items() if callable(value)},
-        len(optimizer._optimizer_step_post_hooks),
+        {name: id(value) for name, value in vars(optimizer).items()},
+        {name: list(map(id, one.values())) for name, one in hooks_of(optimizer).items()},
     ]
+
+
+def hooks_of(optimizer: Optimizer) -> dict[str, Any]:
+    return {name: one for name, one in vars(optimizer).items() if isinstance(one, OrderedDict)}
 
 
 def observed_process() -> list[Any]:

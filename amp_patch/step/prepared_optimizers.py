@@ -24,6 +24,7 @@ from amp_patch.scaling.scale_rule import ScaleRule
 from amp_patch.warn_once import warn_once
 from amp_patch.weights.fp32_values import FP32Values
 from amp_patch.weights.master_weights import MasterWeights
+from amp_patch.weights.rollback import Attributes
 
 from .observers import Observers
 from .optimizer_backward import OptimizerBackward
@@ -31,6 +32,7 @@ from .optimizer_step import OptimizerStep
 from .replaced_methods import bases_without_hooks
 from .shared_scalers import SharedScalers
 from .skip import Pending
+from .wrapped_optimizers import wrapped_by
 
 #: Returns the ids of the leaves that a backward reaches; its graph is looked through once.
 Reached = Callable[[], set[int]]
@@ -95,6 +97,8 @@ class PreparedOptimizers:
             optimizer = local_optimizer(given) if level.master_weights else given
             together = ranks(given, optimizer is not given)
             self._follow_bases(optimizer)
+            changed = {id(one): one for one in (given, optimizer, *wrapped_by(optimizer))}
+            on_error.callback(Attributes(changed.values()).restore)
             step = OptimizerStep(
                 optimizer,
                 store if level.master_weights else None,

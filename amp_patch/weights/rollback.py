@@ -1,12 +1,14 @@
 """What models and optimizers held before `amp.initialize`, to be put back after an error.
 
+Whoever changes them undoes it, once they are changed; here is what an error leaves in between.
 Knows no level and no rule of precision. Tensors are kept and not copied: nothing that
 `amp.initialize` does writes to the storage that came in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,7 +23,7 @@ class Snapshot:
 
     Args:
         models: whose parameters, their gradients, and buffers are noted.
-        optimizers: whose parameters and state are noted.
+        optimizers: whose groups and state are noted.
     """
 
     def __init__(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
@@ -33,8 +35,8 @@ class Snapshot:
             for param in module._parameters.values():
                 if param is not None:
                     self._params.append((param, param.data, param.grad))
-        self._groups: list[tuple[list[Tensor], list[Tensor]]] = [
-            (group["params"], list(group["params"]))
+        self._groups: list[tuple[dict[str, Any], dict[str, Any], list[Tensor]]] = [
+            (group, dict(group), list(group["params"]))
             for optimizer in optimizers
             for group in optimizer.param_groups
         ]
@@ -51,11 +53,41 @@ class Snapshot:
         for buffers, before in self._buffers:
             for name, buffer in before.items():  # torch.jit's buffers know no update()
                 buffers[name] = buffer
-        for params, before_params in self._groups:
-            params[:] = before_params
+        for group, before_group, params in self._groups:
+            group.clear()
+            group.update(before_group)
+            group["params"][:] = params
         for optimizer, state in self._states:
             optimizer.state.clear()
             optimizer.state.update(state)
+
+
+class Attributes:
+    """The attributes of optimizers at one moment, and the hooks that each had.
+
+    Args:
+        optimizers: those that step in another's place as well.
+    """
+
+    def __init__(self, optimizers: Iterable[Optimizer]) -> None:
+        self._own = [(one, dict(vars(one))) for one in optimizers]
+        self._hooks = [
+            (value, value.copy())
+            for _, before in self._own
+            for value in before.values()
+            if isinstance(value, OrderedDict)
+        ]
+
+    def restore(self) -> None:
+        """Put the very objects back."""
+        for optimizer, before in self._own:
+            own = vars(optimizer)
+            for name in own.keys() - before.keys():
+                del own[name]
+            own.update(before)
+        for hooks, those_before in self._hooks:
+            hooks.clear()
+            hooks.update(those_before)
 
 
 def _copy_state(optimizer: Optimizer) -> dict[Tensor, Any]:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam, Optimizer
 
-from amp_patch.weights.rollback import Snapshot
+from amp_patch.weights.rollback import Attributes, Snapshot
 
 
 def trained() -> tuple[nn.Module, Optimizer]:
@@ -82,3 +82,30 @@ def test_buffers_of_what_torch_jit_compiled_are_no_dict_and_are_taken_back() -> 
     snapshot.restore()
     assert torch.equal(model[0].running_mean, torch.zeros(2))
     assert model[0].running_mean.data_ptr() == before.data_ptr()
+
+
+def test_options_of_groups_are_taken_back() -> None:
+    model, optimizer = trained()
+    group = optimizer.param_groups[0]
+    before = dict(group)
+    snapshot = Snapshot([model], [optimizer])
+    group.update(fused=True, extra=1)
+    del group["eps"]
+    snapshot.restore()
+    assert optimizer.param_groups[0] is group
+    assert group == before
+
+
+def test_attributes_and_hooks_of_an_optimizer_are_taken_back() -> None:
+    model, optimizer = trained()
+    calls: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    before = dict(vars(optimizer))
+    attributes = Attributes([optimizer])
+    optimizer.register_step_pre_hook(lambda *_: calls.append("left"))
+    optimizer.step, optimizer.extra = None, 1
+    optimizer.defaults = {}
+    attributes.restore()
+    assert vars(optimizer) == before
+    optimizer.step()
+    assert calls == ["before"]
