@@ -328,6 +328,15 @@ def few_examples(tree: ast.Module) -> list[str]:
     return numbers + shares
 
 
+def slow_questions(tree: ast.Module) -> list[str]:
+    """What makes a stack of transforms in the thread that asks: each node of a backward copies it.
+
+    `torch._C._are_functorch_transforms_active` asks the same, and makes none.
+    """
+    names = map(last_name, (node for node in nodes(tree) if isinstance(node, ast.Attribute)))
+    return [name for name in names if name == "peek_interpreter_stack"]
+
+
 def not_literal(tree: ast.Module) -> list[str]:
     """Public constants that are not literals, and statements that run when the module is read."""
     allowed = ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef
@@ -413,6 +422,7 @@ def test_a_circle_through_a_package_is_seen(tmp_path: Path, monkeypatch) -> None
         global_statements,
         long_functions,
         missing_docstrings,
+        slow_questions,
     ],
 )
 def test_the_core_keeps(rule: Rule) -> None:
@@ -519,6 +529,7 @@ STEPS = "session.optimizers.steps"
         (few_examples, "examples(share)"),
         (private, "from amp_patch.session import _MEND"),
         (private, "from amp_patch.apex.packages.apex import amp"),
+        (slow_questions, "peek = torch._C._functorch.peek_interpreter_stack"),
         (not_literal, "if torch.cuda.is_available():\n    HALF = ()"),
         (not_literal, "HALF = tuple(sorted(names()))"),
         (not_literal, "HALF.append('mm')"),

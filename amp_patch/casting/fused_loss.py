@@ -147,7 +147,7 @@ def _is_unwatched() -> bool:
     """
     return not (
         _count_dispatch_modes()
-        or _innermost_transform() is not None
+        or _are_transforms_active()
         or forward_ad._current_level >= 0
         # where torch itself decomposes an operator; in inference mode all is below autograd
         or (below_autograd(AUTOGRAD) and not torch.is_inference_mode_enabled())
@@ -159,5 +159,5 @@ _PLAIN = (Tensor, Parameter)
 _nll_loss = functional.nll_loss
 _count_dispatch_modes = torch._C._len_torch_dispatch_stack
 _count_function_modes = torch._C._len_torch_function_stack
-_innermost_transform = torch._C._functorch.peek_interpreter_stack
+_are_transforms_active = torch._C._are_functorch_transforms_active
 _is_tracing = torch._C._is_tracing

@@ -98,7 +98,7 @@ def last_cast(source: Tensor, dtype: torch.dtype) -> Tensor | None:
 def new_cast(source: Tensor, dtype: torch.dtype) -> Tensor:
     """As `shared_cast`, for a caller whom `last_cast` gave None."""
     cast = CAST[dtype](source)
-    if type(cast) is Tensor and _inside_of_transform() is None:  # whose tensors end with it
+    if type(cast) is Tensor and not _are_transforms_active():  # whose tensors end with it
         try:
             state = source._version, source.data_ptr()
         except RuntimeError:  # made in inference mode, or sparse: it has no version or no address
@@ -113,7 +113,7 @@ def is_recorded() -> bool:
     """Tell whether operators are recorded: a cast made before would be a constant there."""
     if _count_dispatch_modes() and any(map(_get_dispatch_mode, _RECORDING)):
         return True
-    return _is_tracing() or _inside_of_transform() is not None
+    return _is_tracing() or _are_transforms_active()
 
 
 def is_in_selective_checkpoint() -> bool:
@@ -131,4 +131,5 @@ _count_dispatch_modes = torch._C._len_torch_dispatch_stack
 _get_dispatch_mode = torch._C._get_dispatch_mode
 _RECORDING = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY)
 _is_tracing = torch._C._is_tracing
-_inside_of_transform = torch._C._functorch.peek_interpreter_stack
+# Asked for its stack, functorch makes one in this thread, and each node of a backward copies it.
+_are_transforms_active = torch._C._are_functorch_transforms_active

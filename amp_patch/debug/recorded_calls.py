@@ -175,7 +175,7 @@ def _is_transformed() -> bool:
 
     By vmap() or grad() of `torch.func`, say.
     """
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if torch._C._are_functorch_transforms_active():
         return True
     modes = torch._C._TorchDispatchModeKey
     tracing = (modes.FAKE, modes.PROXY, modes.FUNCTIONAL)

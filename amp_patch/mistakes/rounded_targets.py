@@ -123,9 +123,10 @@ class RoundedTargets:
 
 def _is_traced() -> bool:
     """Tell whether tensors have no numbers that could be read, as within `torch.func`."""
-    transform = torch._C._functorch.peek_interpreter_stack()
     return bool(
-        torch._C._len_torch_dispatch_stack() or torch._C._is_tracing() or transform is not None
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._is_tracing()
+        or torch._C._are_functorch_transforms_active()
     )
 
 
