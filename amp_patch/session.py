@@ -466,6 +466,7 @@ def _read_state(
 def _before_state(model: nn.Module, prefix: str, keep_vars: bool) -> None:
     session.models.follow_late_modules(model)
     session.optimizers.note_writes()
+    session.store.begin_state(model)
 
 
 def _before_load(model: nn.Module, *_: Any) -> None:

@@ -22,7 +22,8 @@ from amp_patch.casting.mode import HALVES
 from amp_patch.distributed.process_groups import is_on
 from amp_patch.distributed.shards import detached, is_spread, place, same_numbers, version_of
 
-from .handed_out import HandedOut, bits_of, have_same_bits
+from .half_bits import bits_of, can_be_compared, compared, have_same_bits, is_plain
+from .handed_out import HandedOut
 
 
 class Versions:
@@ -135,6 +136,10 @@ class FP32Values:
         """Forget every value."""
         self.sums.clear()
         self.writes.clear()
+        # Of half tensors, by their ids, that are their values, rounded: the versions of both when
+        # a state dict was begun; and the id of its model.
+        self._alike: dict[int, tuple[int, int]] = {}
+        self._alike_of = 0
         self._values: MutableMapping[Tensor, _Value] = WeakTensorKeyDictionary()
         self._came_in: MutableMapping[Tensor, torch.dtype] = WeakTensorKeyDictionary()
         self._stored: MutableMapping[Tensor, None] = WeakTensorKeyDictionary()
@@ -273,10 +278,11 @@ class FP32Values:
             value = param.detach().float()
         else:
             value = detached(entry.value).to(param.device, torch.float32)
-            rounded = value.to(param.dtype)
-            wins = entry.wins(self.version_of(param)) or have_same_bits(rounded, param)
-            if not (wins or same_numbers(rounded, param)):
-                value = torch.where(rounded == param, value, param.float())
+            if self._alike.get(id(param)) != (version_of(param), version_of(entry.value)):
+                rounded = value.to(param.dtype)
+                wins = entry.wins(self.version_of(param)) or have_same_bits(rounded, param)
+                if not (wins or same_numbers(rounded, param)):
+                    value = torch.where(rounded == param, value, param.float())
         came_in = None if param.requires_grad else self._came_in.get(param)
         if came_in is not None and _can_hold(came_in, value):
             return value.to(came_in)
@@ -313,6 +319,32 @@ class FP32Values:
         entry.note_equal()
         self.loads += 1
 
+    @torch.no_grad()
+    def begin_state(self, model: nn.Module) -> None:
+        """A state dict of a model begins: compare at once what its modules ask for one by one.
+
+        On a device each comparison would be waited for.
+        """
+        modules = list(model.modules())
+        self.handed_out.take_over(modules)
+        pairs = [
+            (tensor, entry.value)
+            for module in modules
+            for tensor in chain(module._parameters.values(), module._buffers.values())
+            if tensor is not None
+            and (entry := self._values.get(tensor)) is not None
+            and can_be_compared(entry.value, tensor)
+        ]
+        # Before they are compared: what is written while they are is of another version.
+        versions = [(version_of(tensor), version_of(value)) for tensor, value in pairs]
+        alike = compared([(value, tensor) for tensor, value in pairs])
+        self._alike = {
+            id(tensor): version
+            for (tensor, _), version, is_alike in zip(pairs, versions, alike, strict=True)
+            if is_alike
+        }
+        self._alike_of = id(model)
+
     def write_state(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
         """Put the values of what was converted in ``module`` itself into a state dict."""
         if _is_exporting():
@@ -325,12 +357,14 @@ class FP32Values:
                 attached = state[prefix + name].requires_grad  # keep_vars=True
                 # Before the value: what another thread's step writes between the two is then taken
                 # for newer than the value, and not for older.
-                bits = bits_of(tensor)
+                bits = bits_of(tensor) if is_plain(tensor) else None
                 value = state[prefix + name] = self.exact(tensor).requires_grad_(attached)
                 if is_on():
                     self.handed_out.note(module, value)
                 is_master = self._is_stepped(tensor, value)
                 self.handed_out.add(module, tensor, value, bits, is_master=is_master)
+        if id(module) == self._alike_of:  # the last one
+            self._alike = {}
 
     def _is_stepped(self, tensor: Tensor, value: Tensor) -> bool:
         """Return whether a value is a master, whose version tells of most writes."""
@@ -387,10 +421,9 @@ def _has_numbers(param: Tensor, new: Tensor) -> bool:
     if (
         param.shape != new.shape
         or torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
         or hasattr(param, "_is_flat_param")
     ):
-        return False
-    if torch._C._functorch.peek_interpreter_stack() is not None:
         return False
     return (
         type(new) in (Tensor, nn.Parameter)

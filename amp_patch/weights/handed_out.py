@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, compress
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -18,13 +18,15 @@ from torch import Tensor, nn
 
 from amp_patch.distributed.shards import place, version_of
 
+from .half_bits import bits_of, can_be_compared, compared, is_plain
+
 
 class _Handed(NamedTuple):
     """A half tensor, and what a state dict has of it: a copy, or its master.
 
     Attributes:
         version: of ``value``; None of a master, whose version is looked at elsewhere.
-        bits: see `_sums_of_bits`, of ``tensor``; None of other than plain ones.
+        bits: see `bits_of`, of ``tensor``; None of other than plain ones.
     """
 
     tensor: Tensor
@@ -37,15 +39,15 @@ class _Handed(NamedTuple):
 
         Where the two differ and no version tells, it was if the half tensor has its bits of then.
         """
-        if self.version is not None and version_of(self.value) != self.version:
+        if self.has_other_version():
             return True
-        if self.bits is None or not _is_plain(self.tensor) or self.has_the_numbers():
+        if self.bits is None or not is_plain(self.tensor) or self.has_the_numbers():
             return False
-        return torch.equal(_sums_of_bits(self.tensor), self.bits)
+        return torch.equal(bits_of(self.tensor), self.bits)
 
-    def has_the_bits(self) -> bool:
-        """Return whether the half tensor has the very bits of the value, rounded; -0.0 is not 0."""
-        return torch.equal(_integers(self.value.to(self.tensor)), _integers(self.tensor))
+    def has_other_version(self) -> bool:
+        """Return whether a version tells that what the state dict has was written to."""
+        return self.version is not None and version_of(self.value) != self.version
 
     def has_the_numbers(self) -> bool:
         """Return whether the half tensor has the numbers of the value, NaN at the same places."""
@@ -121,6 +123,8 @@ class HandedOut:
         for one in used:
             self._places.pop(one, None)
         self.are_held = bool(self._handed or self._places)
+        if not any(found):
+            return
         # What is kept of them must be no inference tensors, nor what torch.func wraps.
         with (
             torch.inference_mode(False),
@@ -149,67 +153,11 @@ def _suspects(rows: Iterable[_Handed]) -> Iterator[_Handed]:
 
     To ask of one after the other would wait for a device each time.
     """
-    compared: dict[torch.device, list[_Handed]] = {}
+    open_rows = []
     for row in rows:
-        is_known = row.version is not None and version_of(row.value) != row.version
-        if is_known or row.value.shape != row.tensor.shape:
-            yield row
-        elif row.bits is not None and _is_plain(row.tensor):
-            compared.setdefault(row.tensor.device, []).append(row)
-    for device, alike in compared.items():
-        if device.type == "cpu":
-            yield from (row for row in alike if not row.has_the_bits())
+        if can_be_compared(row.value, row.tensor) and not row.has_other_version():
+            open_rows.append(row)
         else:
-            differ = [row.value.to(row.tensor).ne(row.tensor).any() for row in alike]
-            yield from compress(alike, torch.stack(differ).tolist())
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Return whether a tensor is no subclass's, and has numbers: those of FSDP1 are freed."""
-    if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta:
-        return False
-    return tensor.layout is torch.strided and tensor.untyped_storage().nbytes() > 0
-
-
-def have_same_bits(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors of one dtype and shape have the same bits; quick, on a CPU.
-
-    torch compares numbers in half one by one there, and takes twelve times as long. Of small ones,
-    which that compares at once, and of others than plain ones, False.
-    """
-    if other.numel() < _FEW or not (one.is_cpu and other.is_cpu and _is_plain(other)):
-        return False
-    mine, theirs = _integers(one), _integers(other)
-    return mine.dtype is theirs.dtype and torch.equal(mine, theirs)
-
-
-def bits_of(tensor: Tensor) -> Tensor | None:
-    """Return numbers that tell whether a tensor was written to; None of other than plain ones."""
-    return _sums_of_bits(tensor) if _is_plain(tensor) else None
-
-
-def _sums_of_bits(tensor: Tensor) -> Tensor:
-    """Return numbers that tell whether a plain tensor was written to.
-
-    Each sum is of integers that lie `_STRIDE` apart: to flip rows or columns changes them.
-    """
-    flat = _integers(tensor)
-    count = flat.numel() // _STRIDE
-    if count == 0:
-        return flat.clone()
-    rows, rest = flat[: count * _STRIDE].view(count, _STRIDE), flat[count * _STRIDE :]
-    return torch.cat([rows.sum(0, dtype=torch.int64), rest])
-
-
-def _integers(tensor: Tensor) -> Tensor:
-    """View the bits of a plain tensor, flat, as integers of 64 bits where these fit: faster."""
-    flat, size = tensor.detach().flatten(), tensor.element_size()
-    if flat.numel() * size % 8 == 0 and flat.storage_offset() * size % 8 == 0:
-        return flat.view(torch.int64)
-    return flat.view(torch.int16 if size == 2 else torch.int32)
-
-
-#: So many numbers are compared as fast as they are viewed as others.
-_FEW = 1024
-#: A prime, of which rows of no layer have a multiple.
-_STRIDE = 1021
+            yield row
+    alike = compared([(row.value, row.tensor) for row in open_rows])
+    yield from (row for row, is_alike in zip(open_rows, alike, strict=True) if not is_alike)

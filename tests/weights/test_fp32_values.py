@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from amp_patch.weights import fp32_values
 from amp_patch.weights.fp32_values import FP32Values, Versions
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -144,6 +145,59 @@ def test_a_state_dict_is_written_and_read_in_fp32(numbers: list[float]) -> None:
     state = {"a.weight": module.weight.detach()}
     values.write_state(module, state, "a.")
     assert torch.equal(state["a.weight"], value)
+
+
+def stacked() -> nn.Module:
+    """Return a model with small weights, large ones, a buffer, and a module that is twice in it."""
+    torch.manual_seed(0)
+    shared = nn.Linear(8, 8)
+    model = nn.Sequential(shared, nn.Linear(8, 600), nn.Linear(600, 8), shared)
+    model.register_buffer("mean", torch.full((3,), THIRD))
+    return model
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_a_state_dict_compares_all_weights_at_once(
+    amp: ModuleType, monkeypatch: pytest.MonkeyPatch, level: str
+) -> None:
+    model = stacked()
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    asked: list[int] = []
+    monkeypatch.setattr(fp32_values, "same_numbers", lambda *_: asked.append(1) or True)
+    state = model.state_dict()
+    if level != "O3":
+        assert {name: tensor.tolist() for name, tensor in state.items()} == {
+            name: tensor.tolist() for name, tensor in expected.items()
+        }
+    assert asked == []
+    del state
+    with torch.no_grad():
+        model[1].bias.fill_(2.0)
+    model.state_dict()
+    assert len(asked) == (level != "O3")  # of the written one, if it has a value
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_what_is_written_while_a_state_dict_is_made_is_in_it(amp: ModuleType, level: str) -> None:
+    model = stacked()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    number = iter([2.0, 3.0])
+
+    def write(module: nn.Module, *_: object) -> None:
+        with torch.no_grad():
+            module.weight.fill_(value := next(number))
+        if value == 2.0:
+            raise RuntimeError("no state now")
+
+    handle = model[2].register_state_dict_pre_hook(write)
+    with pytest.raises(RuntimeError, match="no state now"):
+        model.state_dict()
+    assert model[2].state_dict()["weight"].eq(3.0).all()
+    handle.remove()
+    assert model.state_dict()["2.weight"].eq(3.0).all()
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the exporter

@@ -18,7 +18,6 @@ from torch.optim import SGD
 
 from amp_patch.session import session
 from amp_patch.weights.fp32_values import FP32Values
-from amp_patch.weights.handed_out import have_same_bits
 
 EVERY_LEVEL = True
 HALF_OF = {"O2": torch.float16, "O3": torch.float16, "O5": torch.bfloat16}
@@ -346,17 +345,3 @@ def test_a_step_of_another_thread_while_a_state_dict_is_made_stays(
     model.eval()(torch.ones(2, 3))
     assert all(tensor.eq(0.5).all() for tensor in model.parameters())
     del kept
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("start", [0, 1])
-def test_bits_of_large_tensors_are_compared(dtype: torch.dtype, start: int) -> None:
-    memory = torch.arange(2049, dtype=torch.float32).to(dtype)
-    tensor = memory[start : start + 2048]
-    same = tensor.clone()
-    assert have_same_bits(same, tensor) is (start == 0)  # else torch is left to compare numbers
-    for place, number in ((0, -0.0), (2047, 3.0), (5, float("nan"))):
-        other = tensor.clone()
-        other[place] = number
-        assert not have_same_bits(other, tensor)
-    assert not have_same_bits(same[:8], tensor[:8])  # few

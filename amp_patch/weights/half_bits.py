@@ -1,0 +1,113 @@
+"""The bits of half tensors: whether they are those of an fp32 value, rounded, and what they add to.
+
+Of many tensors small ones are asked at once, and a device is waited for once. Knows no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import compress
+
+import torch
+from torch import Tensor, nn
+
+from amp_patch.casting.mode import HALVES
+
+#: A prime, of which rows of no layer have a multiple.
+_STRIDE = 1021
+#: So many numbers are compared as fast as they are viewed as others.
+_FEW = 1024
+#: Tensors with fewer numbers are small: halves of so many fit in as many integers of 64 bits.
+_SMALL = 4 * _STRIDE
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Return whether a tensor is no subclass's, and has numbers: those of FSDP1 are freed."""
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta:
+        return False
+    return tensor.layout is torch.strided and tensor.untyped_storage().nbytes() > 0
+
+
+def bits_of(tensor: Tensor) -> Tensor:
+    """Return integers that tell whether a plain tensor was written to.
+
+    Each is the sum of integers that lie `_STRIDE` apart: to flip rows or columns changes them.
+    """
+    if _is_small(tensor):
+        return tensor.detach().flatten().view(torch.int16).clone()
+    flat = _integers(tensor)
+    count = flat.numel() // _STRIDE
+    rows, rest = flat[: count * _STRIDE].view(count, _STRIDE), flat[count * _STRIDE :]
+    return torch.cat([rows.sum(0, dtype=torch.int64), rest])
+
+
+def have_same_bits(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors of one dtype and shape have the same bits; quick, on a CPU.
+
+    torch compares numbers in half one by one there, and takes twelve times as long. Of few numbers,
+    which that compares at once, and of others than plain ones, False.
+    """
+    if other.numel() < _FEW or not (one.is_cpu and other.is_cpu and is_plain(other)):
+        return False
+    mine, theirs = _integers(one), _integers(other)
+    return mine.dtype is theirs.dtype and torch.equal(mine, theirs)
+
+
+def can_be_compared(value: Tensor, half: Tensor) -> bool:
+    """Return whether `compared` takes the two."""
+    is_alike = value.shape == half.shape and value.device == half.device
+    has_dtypes = value.dtype is torch.float32 and half.dtype in HALVES
+    return is_alike and has_dtypes and is_plain(half) and is_plain(value)
+
+
+def compared(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[bool]:
+    """Return of each value and half tensor whether the latter is the former, rounded.
+
+    Small ones are told by their bits, and large ones on a CPU: there a NaN may be another.
+
+    Args:
+        pairs: which `can_be_compared`.
+    """
+    groups: dict[tuple[torch.device, torch.dtype, bool], list[int]] = {}
+    for row, (_, half) in enumerate(pairs):
+        groups.setdefault((half.device, half.dtype, _is_small(half)), []).append(row)
+    found = [True] * len(pairs)
+    for (_, _, are_small), rows in groups.items():
+        chosen = [pairs[row] for row in rows]
+        differ = _small_ones_that_differ(chosen) if are_small else _that_differ(chosen)
+        for row in compress(rows, differ):
+            found[row] = False
+    return found
+
+
+def _small_ones_that_differ(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[bool]:
+    values = torch._C._nn.flatten_dense_tensors([value for value, _ in pairs])
+    rounded = values.to(pairs[0][1].dtype).view(torch.int16)
+    # Of their bits, for autocast on a CPU puts no tensors in float16 together.
+    held = torch._C._nn.flatten_dense_tensors([half.view(torch.int16) for _, half in pairs])
+    if torch.equal(rounded, held):
+        return [False] * len(pairs)
+    parts = rounded.ne(held).split([half.numel() for _, half in pairs])
+    return torch.stack([part.any() for part in parts]).tolist()
+
+
+def _that_differ(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[bool]:
+    if pairs[0][1].is_cpu:
+        return [
+            not torch.equal(_integers(value.to(half.dtype)), _integers(half))
+            for value, half in pairs
+        ]
+    flags = [value.to(half.dtype).ne(half).any() for value, half in pairs]
+    return torch.stack(flags).tolist()
+
+
+def _is_small(tensor: Tensor) -> bool:
+    return tensor.numel() < _SMALL
+
+
+def _integers(tensor: Tensor) -> Tensor:
+    """View the bits of a plain tensor, flat, as integers of 64 bits where these fit: faster."""
+    flat, size = tensor.detach().flatten(), tensor.element_size()
+    if flat.numel() * size % 8 == 0 and flat.storage_offset() * size % 8 == 0:
+        return flat.view(torch.int64)
+    return flat.view(torch.int16 if size == 2 else torch.int32)

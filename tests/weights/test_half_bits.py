@@ -1,0 +1,110 @@
+"""Half tensors are told from others by their bits, many at once; a write changes the bits."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+from torch import Tensor, nn
+
+from amp_patch.weights.half_bits import bits_of, can_be_compared, compared, have_same_bits
+
+HALVES = [torch.float16, torch.bfloat16]
+#: Small ones and large ones, and where one becomes the other.
+SIZES = [1, 3, 1021, 4083, 4084, 4085, 9000]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("start", [0, 1])
+def test_bits_of_large_tensors_are_compared(dtype: torch.dtype, start: int) -> None:
+    memory = torch.arange(2049, dtype=torch.float32).to(dtype)
+    tensor = memory[start : start + 2048]
+    same = tensor.clone()
+    assert have_same_bits(same, tensor) is (start == 0)  # else torch is left to compare numbers
+    for place, number in ((0, -0.0), (2047, 3.0), (5, float("nan"))):
+        other = tensor.clone()
+        other[place] = number
+        assert not have_same_bits(other, tensor)
+    assert not have_same_bits(same[:8], tensor[:8])  # few
+
+
+@st.composite
+def drawn(draw: st.DrawFn) -> tuple[list[tuple[Tensor, Tensor]], list[bool]]:
+    """Draw values with half tensors, of which some have one number written, and which these are."""
+    count = draw(st.integers(0, 6))
+    pairs, are_alike = [], []
+    for number in range(count):
+        generator = torch.Generator().manual_seed(number)
+        value = torch.randn(draw(st.sampled_from(SIZES)), generator=generator)
+        half = value.to(draw(st.sampled_from(HALVES)))
+        if draw(st.booleans()) and value.dim() and len(value) % 3 == 0:
+            value, half = value.view(-1, 3).T, half.view(-1, 3).T  # not contiguous
+        is_written = draw(st.booleans()) and half.numel() > 0
+        if is_written:
+            place = draw(st.integers(0, half.numel() - 1))
+            flat = half.T if half.dim() == 2 else half
+            flat.reshape(-1)[place] = 7.5
+        pairs.append((value, half))
+        are_alike.append(not is_written)
+    return pairs, are_alike
+
+
+@given(drawn())
+def test_each_tensor_that_was_written_to_is_found(
+    case: tuple[list[tuple[Tensor, Tensor]], list[bool]],
+) -> None:
+    pairs, are_alike = case
+    assert all(can_be_compared(*pair) for pair in pairs)
+    assert compared(pairs) == are_alike
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", HALVES)
+def test_zeros_of_either_sign_differ_where_bits_are_compared(dtype: torch.dtype, size: int) -> None:
+    value = torch.ones(size)
+    value[size // 2] = 0.0
+    half = value.to(dtype)
+    half[size // 2] = -0.0
+    assert compared([(value, half), (value, value.to(dtype))]) == [False, True]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_parameters_are_compared_within_autocast(dtype: torch.dtype) -> None:
+    value = nn.Parameter(torch.randn(2, 5))
+    half = nn.Parameter(value.detach().to(dtype))
+    scalar = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.tensor(2.0).to(dtype))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert compared([(value, half), scalar]) == [True, True]
+
+
+def test_what_cannot_be_compared() -> None:
+    value, half = torch.ones(4), torch.ones(4).half()
+    assert can_be_compared(value, half)
+    assert not can_be_compared(torch.ones(5), half)
+    assert not can_be_compared(torch.ones(4, device="meta"), half)
+    assert not can_be_compared(value.double(), half)
+    assert not can_be_compared(value, half.float())  # the model was widened
+    assert not can_be_compared(value, half.to_sparse())
+    freed = torch.ones(4).half()
+    freed.untyped_storage().resize_(0)
+    assert not can_be_compared(value, freed)
+
+
+@pytest.mark.parametrize("size", [2, 4083, 4084, 9000])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_bits_change_with_a_number_a_sign_and_the_order(dtype: torch.dtype, size: int) -> None:
+    tensor = torch.arange(1, size + 1).div(256).to(dtype)
+    before = bits_of(tensor)
+    assert torch.equal(bits_of(tensor.clone()), before)
+    turned = tensor.flip(0)
+    for write in (
+        lambda: tensor[-1].add_(1),
+        lambda: tensor[0].neg_(),
+        lambda: tensor.copy_(turned),
+    ):
+        kept = tensor.clone()
+        write()
+        assert not torch.equal(bits_of(tensor), before)
+        tensor.copy_(kept)
+        assert torch.equal(bits_of(tensor), before)
