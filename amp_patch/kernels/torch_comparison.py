@@ -32,6 +32,13 @@ class Comparison:
         ids = set(map(id, together))
         self._alone = [pair for pair in self._pairs if id(pair[1]) not in ids]
         self._together = [_words(group) for (group,) in alike(_in_few_pieces(together))]
+        # Small ones with their sources, for when nothing is known of either; and those of them that
+        # are not flat in memory.
+        small = [pair for pair in self._pairs if id(pair[1]) in ids]
+        self._apart = [pair for pair in small if not all(_is_view(_flat(one), one) for one in pair)]
+        apart = {id(copy) for _, copy in self._apart}
+        flat = [(_flat(s), _flat(c)) for s, c in small if id(c) not in apart]
+        self._small = [_Joined(*group) for group in alike(*zip(*flat, strict=True))] if flat else []
         # Kept, for to allocate it costs the host more than to fill it.
         self._memory: list[Tensor] = []
         # What the small copies were when they were equal; None where that is not known.
@@ -62,20 +69,24 @@ class Comparison:
         return any(bool(flag) for flag in flags)
 
     def _differs_on_cpu(self) -> bool:
-        for pair in self._pairs if self._seen is None else self._alone:
+        for pair in self._alone:
             if any(starmap(_is_another, _pieces(*pair))):
                 return True
         if self._seen is None:
-            return False
+            return any(starmap(_is_another, self._apart)) or any(
+                _have_other_bits(*group.bits()) for group in self._small
+            )
         return not all(map(torch.equal, self._seen, map(_joined, self._together)))
 
     def _expected(self) -> Iterator[Sequence[Tensor]]:
         """Yield the bits that copies must have and have; few casts are in memory at a time."""
-        for pair in self._pairs if self._seen is None else self._alone:
+        for pair in self._alone if self._seen is not None else [*self._alone, *self._apart]:
             for source, copy in _pieces(*pair):
                 yield _words([source.to(copy.dtype), copy])
         if self._seen is not None:
             yield from zip(self._seen, map(_joined, self._together), strict=True)
+        else:
+            yield from (group.bits() for group in self._small)
 
     def reconcile(self, wins: Callable[[], Sequence[bool]]) -> bool:
         """Make every copy and its source equal again, where one of them was written to.
@@ -102,9 +113,33 @@ class Comparison:
         return differs
 
 
+class _Joined:
+    """Small tensors of one device, dtype and kind of copies, which are flat in memory.
+
+    Args:
+        sources: views of all numbers.
+        copies: likewise.
+    """
+
+    def __init__(self, sources: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
+        self._sources, self._dtype = list(sources), copies[0].dtype
+        # Autocast on a CPU puts no tensors in float16 together.
+        self._copies = list(map(_bits, copies))
+
+    def bits(self) -> tuple[Tensor, Tensor]:
+        """Return the bits that the copies must have, in new memory, and those that they have."""
+        wanted = _joined(self._sources).to(self._dtype, copy=True)
+        return _bits(wanted), _joined(self._copies)
+
+
 def _is_another(source: Tensor, copy: Tensor) -> bool:
     """Return whether a copy on the CPU is not its source cast to its dtype."""
     wanted, found = _words([source.to(copy.dtype, copy=True), copy])
+    return _have_other_bits(wanted, found)
+
+
+def _have_other_bits(wanted: Tensor, found: Tensor) -> bool:
+    """Return whether two tensors on the CPU differ; ``wanted`` is written to."""
     # `equal` of these two would look at one number after the other, in one thread.
     return not torch.equal(wanted.bitwise_xor_(found).count_nonzero(), _NONE)
 

@@ -28,13 +28,16 @@ class _ExactModel:
 
     def parameters(self) -> Iterator[Tensor]:
         """Yield the fp32 value of each parameter in half, and the others."""
-        for param in self._model.parameters():
-            yield self._store.exact(param).float() if param.dtype in HALVES else param
+        yield from self._exact(list(self._model.parameters()))
 
     def buffers(self) -> Iterator[Tensor]:
         """Yield the fp32 value of each buffer in half, and the others."""
-        for buffer in self._model.buffers():
-            yield self._store.exact(buffer) if buffer.dtype in HALVES else buffer
+        yield from self._exact(list(self._model.buffers()))
+
+    def _exact(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        halves = [tensor for tensor in tensors if tensor.dtype in HALVES]
+        exact = dict(zip(map(id, halves), self._store.exact_ones(halves), strict=True))
+        return [exact[id(one)].float() if id(one) in exact else one for one in tensors]
 
 
 def replacements(

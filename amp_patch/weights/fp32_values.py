@@ -137,7 +137,7 @@ class FP32Values:
         self.sums.clear()
         self.writes.clear()
         # Of half tensors, by their ids, that are their values, rounded: the versions of both when
-        # a state dict was begun; and the id of its model.
+        # a state dict was begun, say; and the id of its model.
         self._alike: dict[int, tuple[int, int]] = {}
         self._alike_of = 0
         self._values: MutableMapping[Tensor, _Value] = WeakTensorKeyDictionary()
@@ -267,6 +267,15 @@ class FP32Values:
         self._converted.clear()
 
     @torch.no_grad()
+    def exact_ones(self, params: Sequence[Tensor]) -> list[Tensor]:
+        """Return what `exact` does of each, all compared at once."""
+        self._compare(params)
+        try:
+            return list(map(self.exact, params))
+        finally:
+            self._alike = {}
+
+    @torch.no_grad()
     def exact(self, param: Tensor) -> Tensor:
         """Return the value of a parameter or buffer; writes to it are in the value.
 
@@ -327,12 +336,20 @@ class FP32Values:
         """
         modules = list(model.modules())
         self.handed_out.take_over(modules)
-        pairs = [
-            (tensor, entry.value)
+        self._compare(
+            tensor
             for module in modules
             for tensor in chain(module._parameters.values(), module._buffers.values())
             if tensor is not None
-            and (entry := self._values.get(tensor)) is not None
+        )
+        self._alike_of = id(model)
+
+    def _compare(self, tensors: Iterable[Tensor]) -> None:
+        """Note which half tensors are their values, rounded, and their versions."""
+        pairs = [
+            (tensor, entry.value)
+            for tensor in tensors
+            if (entry := self._values.get(tensor)) is not None
             and can_be_compared(entry.value, tensor)
         ]
         # Before they are compared: what is written while they are is of another version.
@@ -343,7 +360,6 @@ class FP32Values:
             for (tensor, _), version, is_alike in zip(pairs, versions, alike, strict=True)
             if is_alike
         }
-        self._alike_of = id(model)
 
     def write_state(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
         """Put the values of what was converted in ``module`` itself into a state dict."""

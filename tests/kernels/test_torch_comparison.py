@@ -139,6 +139,41 @@ def test_comparison_after_a_note_sees_what_is_written_to_a_copy(
             assert not comparison.differs()
 
 
+@given(COPIED, st.data())
+def test_comparison_that_has_forgotten_sees_what_is_written_to_either(
+    ops: Operations, pair: Pair, data: st.DataObject
+) -> None:
+    sources, made = map(ops.place, pair)
+    comparison = ops.module.Comparison(sources, made)
+    comparison.note_equal()
+    comparison.forget()
+    assert not comparison.differs()
+    for written in (*sources, *made):
+        if written.numel():
+            where = np.unravel_index(data.draw(st.integers(0, written.numel() - 1)), written.shape)
+            old = written[where].clone()
+            written[where] = old * 2 + 1 if abs(old + 1) > 0.01 else 5.0
+            assert comparison.differs()
+            written[where] = old
+            assert not comparison.differs()
+
+
+def test_small_copies_are_looked_at_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = [torch.randn(4) for _ in range(9)]
+    made = [source.half() for source in sources[:5]] + [one.bfloat16() for one in sources[5:]]
+    comparison = torch_comparison.Comparison(sources, made)
+    looked: list[int] = []
+    look = torch_comparison._have_other_bits
+    monkeypatch.setattr(
+        torch_comparison, "_have_other_bits", lambda *both: looked.append(1) or look(*both)
+    )
+    with torch.autocast("cpu", torch.bfloat16):  # which puts no tensors in float16 together
+        assert not comparison.differs()
+    assert len(looked) == 2  # of either dtype
+    made[7][3] = 5.0
+    assert comparison.differs()
+
+
 @pytest.mark.parametrize("gap", [0, 1, 200])
 def test_comparison_reads_copies_that_share_a_memory_at_once(ops: Operations, gap: int) -> None:
     memory = torch.zeros(20 + gap).half()
