@@ -158,6 +158,18 @@ def test_comparison_that_has_forgotten_sees_what_is_written_to_either(
             assert not comparison.differs()
 
 
+def test_a_source_that_is_not_flat_is_compared_alone(ops: Operations) -> None:
+    source, flat = torch.randn(3, 4).T, torch.randn(5)
+    made = [source.half().contiguous(), flat.half()]
+    comparison = ops.module.Comparison([source, flat], made)
+    assert not comparison.differs()
+    for written in (source, made[0]):
+        old = written[2, 1].clone()
+        written[2, 1] = 9.0
+        assert comparison.differs()
+        written[2, 1] = old
+
+
 def test_small_copies_are_looked_at_together(monkeypatch: pytest.MonkeyPatch) -> None:
     sources = [torch.randn(4) for _ in range(9)]
     made = [source.half() for source in sources[:5]] + [one.bfloat16() for one in sources[5:]]
