@@ -141,7 +141,11 @@ def _reading(kind: type[nn.Module], call: _Call, original: Callable[..., Any]) -
         if type(self) is kind and "weight" not in own and "bias" not in own:
             params = own["_parameters"]
             if "weight" in params and not is_dynamo_compiling():
-                weight, found, functions = params["weight"], input.dtype, _AS_THEY_ARE
+                weight, functions = params["weight"], _AS_THEY_ARE
+                try:
+                    found = input.dtype
+                except AttributeError:  # no tensor: torch hands it on to its __torch_function__
+                    return original(self, input)
                 if found is _FLOAT:
                     if weight is not None and weight.dtype is not _FLOAT:
                         input = _as_stored(input, weight)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling, is_dynamo_compiling
+from torch.overrides import has_torch_function
 
 from amp_patch.patching import stood_for
 from amp_patch.warn_once import warn_once
@@ -123,7 +124,7 @@ class Casts:
             if takes_sparse and not is_compiling() and any(map(is_sparse_on_cpu, args)):
                 return original(*map(float_on_cpu, args), **kwargs)
             dtype = fixed or dtype
-            if _stay(args, kwargs, _OTHERS[dtype]):
+            if _stay(args, kwargs, _OTHERS[dtype]) or _are_handed_on(args):
                 return original(*args, **kwargs)
             # What torch.compile traces must not depend on casts that outlive an iteration.
             casts = (to_dtype, None) if is_compiling() else (cast_weight, cast_activation)
@@ -165,6 +166,16 @@ class Casts:
 
 
 _USUAL = ((LAYERS, layer), (PRODUCTS, product), (CONTRACTIONS, contraction), (CELLS, cell))
+
+
+def _are_handed_on(args: tuple[Any, ...]) -> bool:
+    """Tell whether torch hands the call on to an object that is no tensor, and holds one perhaps.
+
+    The tensors beside it stay as they are: nobody can cast what it holds.
+    """
+    return has_torch_function(args) and any(
+        hasattr(type(one), "__torch_function__") and not isinstance(one, Tensor) for one in args
+    )
 
 
 def _name(function: Function) -> str:

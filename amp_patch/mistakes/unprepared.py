@@ -341,12 +341,12 @@ def _overlap(one: range, other: range) -> bool:
 def warn_of_strangers(optimizers: Sequence[Optimizer], models: Collection[nn.Module]) -> None:
     """Warn of optimizers that hold no parameter of any of the models, if there are models.
 
-    Not where others train all of these: then such a one trains something else, as the centers of a
-    loss.
+    Not where others train all of these, or all are frozen: then such a one trains something else,
+    as the centers of a loss, or an image.
     """
     own = {id(param) for model in models for param in model.parameters()}
     trained = {id(one) for model in models for one in model.parameters() if one.requires_grad}
-    if trained and trained.issubset(map(id, params_of(*optimizers))):
+    if trained.issubset(map(id, params_of(*optimizers))):
         return
     for optimizer in optimizers:
         params = params_of(optimizer)

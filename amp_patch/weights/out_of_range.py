@@ -34,7 +34,7 @@ def warn_of_infinite(model: nn.Module, originals: Mapping[Tensor, Tensor]) -> No
             "infinite there, and what is computed of them is infinite or wrong without a word; got "
             f"larger ones in {', '.join(names)} of {type(model).__name__}. Call "
             "amp.initialize(..., opt_level='O5'), whose bfloat16 has the range of float32"
-            f"{by_rule}."
+            f"{by_rule}. Where torch.empty() made them, fill them before."
         )
 
 

@@ -796,3 +796,49 @@ def test_a_decorator_on_the_forward_of_a_module(amp):
 
     model = activate(amp, model=Scale())
     assert model(torch.rand(2)).dtype is torch.float16
+
+
+class Metres:
+    """A number with a unit: no tensor, but torch hands its functions on to it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        def bare(value):
+            return value.tensor if isinstance(value, Metres) else value
+
+        named = {name: bare(value) for name, value in (kwargs or {}).items()}
+        return Metres(function(*map(bare, args), **named))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O4", "O5"])
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda x, layer: layer(x),
+        lambda x, layer: F.linear(x, layer.weight),
+        lambda x, layer: torch.matmul(x, layer.weight.t()),
+        lambda x, layer: torch.addmm(layer.weight[:, 0], x, layer.weight.t()),
+    ],
+    ids=["layer", "linear", "matmul", "addmm"],
+)
+def test_an_object_that_is_no_tensor_gets_what_torch_hands_on(level, compute) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return compute(Metres(x.to(self.layer.weight.dtype)), self.layer).tensor
+
+    torch.manual_seed(0)
+    model, x = Model(), torch.randn(4, 6)
+    expected = model(x)
+    amp, optimizer = amp_patch.amp, torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    try:
+        torch.testing.assert_close(model(x).float(), expected, rtol=0.02, atol=0.02)
+    finally:
+        amp.deactivate()

@@ -330,6 +330,13 @@ def test_one_beside_those_that_train_all_of_the_model_is_not_told_of(
     amp.initialize(model, [optimizer, centers], opt_level=level, verbosity=0)
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_one_of_an_image_beside_a_frozen_model_is_not_told_of(amp: ModuleType, level: str) -> None:
+    model, _ = make()
+    image = torch.optim.SGD([nn.Parameter(torch.ones(3, 2))], lr=0.5)
+    amp.initialize(model.requires_grad_(False), image, opt_level=level, verbosity=0)
+
+
 @pytest.mark.parametrize("level", ["O1", "O2", "O3", "O5"])
 def test_one_of_a_vector_that_the_parameters_are_views_of_is_refused(
     amp: ModuleType, level: str
