@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ _ROWS = 64
 #: It keeps 1 over the deviation in half: of equal numbers that is inf in float16 for an epsilon
 #: below this, and all gradients are NaN.
 _LEAST_EPS = 1e-9
+_INTS = {int}
 
 
 def casting_where_they_meet(function: Function, word: str) -> Function:
@@ -182,13 +183,18 @@ def _to_stored(value: Any) -> Any:
     return to_dtype(value, dtype, activation=Tensor.to)
 
 
+def _is_shape(value: Sequence[Any]) -> bool:
+    """Tell a shape or a stride, in which no tensor is: to look for one would take longer."""
+    return set(map(type, value)) <= _INTS
+
+
 def _meet(values: list[Any]) -> bool:
     """Tell whether a float32 tensor is among half ones.
 
     Not where a float32 parameter is among them: it came to the model after `initialize`, or was
     given another dtype since, and a note tells its owner what mends that.
     """
-    if any(isinstance(value, list | tuple) for value in values):
+    if any(isinstance(value, list | tuple) and not _is_shape(value) for value in values):
         values = tensors_in(values)
     tensors = [value for value in values if isinstance(value, Tensor)]
     dtypes = {tensor.dtype for tensor in tensors}
