@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
-from itertools import chain, count
+from itertools import chain
 from typing import Any
 
 import torch
@@ -38,6 +38,9 @@ class Versions:
             since; empty where the user was given none.
     """
 
+    #: How often any of these was told of values that the user was given.
+    _tellings = 0
+
     def __init__(self, equal: list[int] | None = None) -> None:
         self.equal = equal or []
         self.given: list[tuple[int, int] | None] = []
@@ -45,20 +48,33 @@ class Versions:
 
     def give(self, params: Sequence[int], values: Sequence[int]) -> None:
         """The user is given all values."""
-        self.given, self.given_at = list(zip(params, values, strict=True)), next(_COUNT)
+        self.given = list(zip(params, values, strict=True))
+        self._note_when()
 
     def give_again(self, rows: Sequence[int], params: Sequence[int], values: Sequence[int]) -> None:
         """Parameters equal now what the user was given of them."""
         for row, *versions in zip(rows, params, values, strict=True):
             self.given[row] = (versions[0], versions[1])
-        self.given_at = next(_COUNT)
+        self._note_when()
 
     def end_giving(self) -> None:
         """The user writes to none of them any more, and parameters equal them."""
-        self.given, self.given_at = [], next(_COUNT)
+        self.given = []
+        self._note_when()
 
+    def _note_when(self) -> None:
+        Versions._tellings += 1
+        self.given_at = Versions._tellings
 
-_COUNT = count(1)
+    def all_win(self, params: Sequence[int]) -> bool:
+        """Return True where all parameters surely have to follow their values; as most often.
+
+        The user was given all, and wrote to no parameter since; nor was told of others' values.
+        """
+        if self.given_at != Versions._tellings or len(self.given) != len(params):
+            return False
+        then = [given and given[0] for given in self.given]
+        return then == params
 
 
 class _Value:

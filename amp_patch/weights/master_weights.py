@@ -410,7 +410,10 @@ class MasterWeights:
             versions[:] = self._versions_of(self._masters)
         if versions == self._versions.equal and self._exposed is None:
             return [False] * len(versions)
-        wins = list(map(self._values.wins, self._params))
+        if self._exposed is not None and self._versions.all_win(self.weight_versions()):
+            wins = [True] * len(versions)
+        else:
+            wins = list(map(self._values.wins, self._params))
         if self._exposed is not None and self._unseen.is_looking:
             self._give_in(wins)
         if self._exposed is not None and self._exposed != (now := self.weight_versions()):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
+from collections.abc import Callable
 from types import ModuleType
 
 import pytest
@@ -109,6 +110,40 @@ def test_of_two_optimizers_that_give_a_value_the_last_one_says_since_when() -> N
     assert not values.wins(param)
     second.end_giving()
     assert not values.wins(param)  # though the first one has not ended
+
+
+def write_to(tensor: Tensor) -> None:
+    with torch.no_grad():
+        tensor.add_(1)
+
+
+@given(st.lists(st.integers(0, 6), max_size=8))
+def test_where_all_win_at_once_each_does(actions: list[int]) -> None:
+    params = [nn.Parameter(torch.ones(2).half()) for _ in range(3)]
+    held = [torch.ones(2) for _ in params]
+    values, own, other = FP32Values(), Versions([0] * 3), Versions([0])
+    for row, (param, value) in enumerate(zip(params, held, strict=True)):
+        values.set(param, value, own, row)
+    values.set(params[1], held[1], other)  # a second optimizer
+
+    def now(tensors: list[Tensor]) -> list[int]:
+        return [tensor._version for tensor in tensors]
+
+    one, its_value = params[1:2], held[1:2]
+    acts: list[Callable[[], object]] = [
+        lambda: own.give(now(params), now(held)),
+        lambda: own.given and own.give_again([1], now(one), now(its_value)),
+        own.end_giving,
+        lambda: other.give(now(one), now(its_value)),
+        other.end_giving,
+        lambda: write_to(params[1]),
+        lambda: write_to(held[1]),
+    ]
+    for action in actions:
+        acts[action]()
+        all_win = own.all_win(now(params))
+        assert all_win <= all(map(values.wins, params))
+        assert all_win or action != 0
 
 
 def test_a_value_that_came_later_was_not_given() -> None:
