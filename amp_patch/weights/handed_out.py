@@ -8,13 +8,13 @@ no version tells. Knows no values, and no optimizer.
 from __future__ import annotations
 
 import contextlib
-import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from itertools import chain
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from amp_patch.distributed.shards import place, version_of
 
@@ -70,10 +70,9 @@ class HandedOut:
     def __init__(self, enter: Callable[[Tensor, Tensor], None]) -> None:
         self._enter = enter
         self.are_held = False
-        self._handed: weakref.WeakKeyDictionary[nn.Module, list[_Handed]] = (
-            weakref.WeakKeyDictionary()
-        )
-        self._places: weakref.WeakKeyDictionary[nn.Module, set[int]] = weakref.WeakKeyDictionary()
+        # By identity: a module's own class may have an == that returns a tensor.
+        self._handed: MutableMapping[nn.Module, list[_Handed]] = WeakIdKeyDictionary()
+        self._places: MutableMapping[nn.Module, set[int]] = WeakIdKeyDictionary()
 
     def add(
         self,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from amp_patch.casting.argument_casts import is_on_cast_device
 from amp_patch.casting.mode import ALL_DEVICES, HALVES, OFF, process
@@ -71,11 +72,11 @@ class _StateHooks(NamedTuple):
 
     Attributes:
         handles: take them off.
-        modules: those that have them.
+        modules: those that have them, by identity: one's own class may have an == of its own.
     """
 
     handles: list[Any]
-    modules: weakref.WeakSet[nn.Module]
+    modules: MutableMapping[nn.Module, None]
 
 
 class PreparedModels:
@@ -338,7 +339,7 @@ class PreparedModels:
                     model.register_state_dict_pre_hook(hooks.before_state),
                     model.register_load_state_dict_pre_hook(hooks.before_load),
                 ],
-                weakref.WeakSet(),
+                WeakIdKeyDictionary(),
             )
             self.follow_late_modules(model)
 
@@ -353,7 +354,7 @@ class PreparedModels:
             return
         for module in model.modules():
             if module not in known.modules:
-                known.modules.add(module)
+                known.modules[module] = None
                 known.handles.append(module.register_state_dict_post_hook(self._hooks.write_state))
                 known.handles.append(
                     module.register_load_state_dict_pre_hook(self._hooks.read_state)

@@ -345,3 +345,26 @@ def test_a_step_of_another_thread_while_a_state_dict_is_made_stays(
     model.eval()(torch.ones(2, 3))
     assert all(tensor.eq(0.5).all() for tensor in model.parameters())
     del kept
+
+
+class Compared(nn.Linear):
+    """A layer whose == compares weights, as TensorDictParams of tensordict does."""
+
+    def __eq__(self, other: object) -> Tensor:  # type: ignore[override]  # that is the mistake
+        return self.weight == getattr(other, "weight", other)
+
+    __hash__ = nn.Module.__hash__
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_a_layer_that_compares_numbers_is_in_state_dicts(amp: ModuleType, level: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Compared(4, 4))
+    expected = copy.deepcopy(model.state_dict())
+    amp.initialize(model, SGD(model.parameters(), lr=0.1), opt_level=level, verbosity=0)
+    for _ in range(2):
+        state = model.state_dict()
+        for name, value in expected.items():
+            torch.testing.assert_close(state[name], value, rtol=0.01, atol=1e-3)
+        model[1].state_dict()
+        model.load_state_dict(state)
+        model(X)

@@ -6,7 +6,7 @@ Knows the script's training and the file that is written; nothing of what it is 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,6 +19,7 @@ from torch.nn.modules.module import (
 )
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from amp_patch.casting.argument_casts import tensors_in
 from amp_patch.debug.trace import tracer
@@ -72,8 +73,9 @@ class Recorder(StepObserver):
         self._session, self._steps, self._folder = session, steps, folder
         self._has_saved = False
         self._skip = {(optimizer, step) for optimizer, step in skipped}
-        self._names: weakref.WeakKeyDictionary[nn.Module, Place | None]
-        self._names, self._named = weakref.WeakKeyDictionary(), -1
+        # By identity: a module's own class may have an == that returns a tensor.
+        self._names: MutableMapping[nn.Module, Place | None] = WeakIdKeyDictionary()
+        self._named = -1
         self._optimizer_numbers, self._made = OptimizerNumbers(), StepCounts()
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, list[int]]
         self._optimizers = weakref.WeakKeyDictionary()
