@@ -41,7 +41,15 @@ FLOORS = (
     {"casting", "distributed"},
     {"kernels"},
     {"requested_level", "arguments", "call_site", "patching", "rules_file", "__init__"},
-    {"levels", "warn_once", "imported_modules", "living_objects", "did_you_mean", "other_names"},
+    {
+        "levels",
+        "warn_once",
+        "imported_modules",
+        "living_objects",
+        "weak_modules",
+        "did_you_mean",
+        "other_names",
+    },
 )
 #: Rooms in which each module has tests of its own, tests/ROOM/test_MODULE.py.
 MIRRORED = ("casting", "kernels", "optimizers", "scaling", "step", "weights")

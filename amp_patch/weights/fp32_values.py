@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
-from itertools import chain
+from itertools import chain, compress
 from typing import Any
 
 import torch
@@ -21,9 +21,24 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from amp_patch.casting.mode import HALVES
 from amp_patch.distributed.process_groups import is_on
 from amp_patch.distributed.shards import detached, is_spread, place, same_numbers, version_of
+from amp_patch.kernels.without_grad import without_grad
 
 from .half_bits import bits_of, can_be_compared, compared, have_same_bits, is_plain
 from .handed_out import HandedOut
+
+
+class _Clock:
+    """Counts how often any `Versions` was told of values that the user was given, or has back."""
+
+    def __init__(self) -> None:
+        self.time = 0
+
+    def tick(self) -> int:
+        self.time += 1
+        return self.time
+
+
+_clock = _Clock()
 
 
 class Versions:
@@ -37,9 +52,6 @@ class Versions:
             written to them by ``.data``, which moves no version. None of a pair that was equal
             since; empty where the user was given none.
     """
-
-    #: How often any of these was told of values that the user was given.
-    _tellings = 0
 
     def __init__(self, equal: list[int] | None = None) -> None:
         self.equal = equal or []
@@ -63,15 +75,14 @@ class Versions:
         self._note_when()
 
     def _note_when(self) -> None:
-        Versions._tellings += 1
-        self.given_at = Versions._tellings
+        self.given_at = _clock.tick()
 
     def all_win(self, params: Sequence[int]) -> bool:
         """Return True where all parameters surely have to follow their values; as most often.
 
         The user was given all, and wrote to no parameter since; nor was told of others' values.
         """
-        if self.given_at != Versions._tellings or len(self.given) != len(params):
+        if self.given_at != _clock.time or len(self.given) != len(params):
             return False
         then = [given and given[0] for given in self.given]
         return then == params
@@ -152,9 +163,9 @@ class FP32Values:
         """Forget every value."""
         self.sums.clear()
         self.writes.clear()
-        # Of half tensors, by their ids, that are their values, rounded: the versions of both when
-        # a state dict was begun, say; and the id of its model.
-        self._alike: dict[int, tuple[int, int]] = {}
+        # Of half tensors, by their ids, that are their values, rounded: these, and the versions of
+        # both when a state dict was begun, say; and the id of its model.
+        self._alike: dict[int, tuple[Tensor, int, int]] = {}
         self._alike_of = 0
         self._values: MutableMapping[Tensor, _Value] = WeakTensorKeyDictionary()
         self._came_in: MutableMapping[Tensor, torch.dtype] = WeakTensorKeyDictionary()
@@ -282,36 +293,51 @@ class FP32Values:
         """`initialize` is over: from now on the user may write to the parameters."""
         self._converted.clear()
 
-    @torch.no_grad()
+    @without_grad
     def exact_ones(self, params: Sequence[Tensor]) -> list[Tensor]:
         """Return what `exact` does of each, all compared at once."""
         self._compare(params)
         try:
-            return list(map(self.exact, params))
+            return list(map(self._exact, params))
         finally:
             self._alike = {}
 
-    @torch.no_grad()
+    @without_grad
     def exact(self, param: Tensor) -> Tensor:
         """Return the value of a parameter or buffer; writes to it are in the value.
 
         It is fp32. A frozen parameter that came in half has it in the dtype of then, unless it was
         trained or written to, and that dtype cannot hold what it is now.
         """
-        entry = self._values.get(param)
-        if entry is None or not _fits(entry.value, param):
-            value = param.detach().float()
-        else:
-            value = detached(entry.value).to(param.device, torch.float32)
-            if self._alike.get(id(param)) != (version_of(param), version_of(entry.value)):
-                rounded = value.to(param.dtype)
-                wins = entry.wins(self.version_of(param)) or have_same_bits(rounded, param)
-                if not (wins or same_numbers(rounded, param)):
-                    value = torch.where(rounded == param, value, param.float())
+        return self._exact(param)
+
+    def _exact(self, param: Tensor) -> Tensor:
+        value = self._alike_value(param)
+        if value is None:
+            value = self._looked_at(param)
         came_in = None if param.requires_grad else self._came_in.get(param)
         if came_in is not None and _can_hold(came_in, value):
             return value.to(came_in)
         return value
+
+    def _looked_at(self, param: Tensor) -> Tensor:
+        """Return the fp32 value of a parameter, for which the two are compared."""
+        entry = self._values.get(param)
+        if entry is None or not _fits(entry.value, param):
+            return param.detach().float()
+        value: Tensor = detached(entry.value).to(param.device, torch.float32)
+        rounded = value.to(param.dtype)
+        wins = entry.wins(self.version_of(param)) or have_same_bits(rounded, param)
+        if not (wins or same_numbers(rounded, param)):
+            value = torch.where(rounded == param, value, param.float())
+        return value
+
+    def _alike_value(self, param: Tensor) -> Tensor | None:
+        """Return the value of one that `_compare` has found to be its value, rounded; else None."""
+        known = self._alike.get(id(param))
+        if known is None or known[1:] != (param._version, known[0]._version):
+            return None
+        return known[0].detach()
 
     @torch.no_grad()
     def take(self, param: Tensor) -> Tensor:
@@ -344,7 +370,7 @@ class FP32Values:
         entry.note_equal()
         self.loads += 1
 
-    @torch.no_grad()
+    @without_grad
     def begin_state(self, model: nn.Module) -> None:
         """A state dict of a model begins: compare at once what its modules ask for one by one.
 
@@ -361,21 +387,16 @@ class FP32Values:
         self._alike_of = id(model)
 
     def _compare(self, tensors: Iterable[Tensor]) -> None:
-        """Note which half tensors are their values, rounded, and their versions."""
+        """Note the values that half tensors are, rounded, with the versions of both."""
         pairs = [
-            (tensor, entry.value)
+            (entry.value, tensor)
             for tensor in tensors
             if (entry := self._values.get(tensor)) is not None
             and can_be_compared(entry.value, tensor)
         ]
         # Before they are compared: what is written while they are is of another version.
-        versions = [(version_of(tensor), version_of(value)) for tensor, value in pairs]
-        alike = compared([(value, tensor) for tensor, value in pairs])
-        self._alike = {
-            id(tensor): version
-            for (tensor, _), version, is_alike in zip(pairs, versions, alike, strict=True)
-            if is_alike
-        }
+        known = [(id(one), (value, one._version, value._version)) for value, one in pairs]
+        self._alike = dict(compress(known, compared(pairs)))
 
     def write_state(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
         """Put the values of what was converted in ``module`` itself into a state dict."""

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from amp_patch.distributed.shards import place, version_of
+from amp_patch.weak_modules import table_of_modules
 
 from .half_bits import bits_of, can_be_compared, compared, is_plain
 
@@ -70,9 +70,8 @@ class HandedOut:
     def __init__(self, enter: Callable[[Tensor, Tensor], None]) -> None:
         self._enter = enter
         self.are_held = False
-        # By identity: a module's own class may have an == that returns a tensor.
-        self._handed: MutableMapping[nn.Module, list[_Handed]] = WeakIdKeyDictionary()
-        self._places: MutableMapping[nn.Module, set[int]] = WeakIdKeyDictionary()
+        self._handed: MutableMapping[nn.Module, list[_Handed]] = table_of_modules()
+        self._places: MutableMapping[nn.Module, set[int]] = table_of_modules()
 
     def add(
         self,

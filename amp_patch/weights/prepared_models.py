@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from amp_patch.casting.argument_casts import is_on_cast_device
 from amp_patch.casting.mode import ALL_DEVICES, HALVES, OFF, process
@@ -25,6 +24,7 @@ from amp_patch.distributed.fully_sharded import (
 )
 from amp_patch.distributed.shards import set_data
 from amp_patch.levels import OptLevel
+from amp_patch.weak_modules import table_of_modules
 
 from . import half_model, half_storage, kept_inputs, module_rules, parametrizations
 from .fp32_values import FP32Values
@@ -72,7 +72,7 @@ class _StateHooks(NamedTuple):
 
     Attributes:
         handles: take them off.
-        modules: those that have them, by identity: one's own class may have an == of its own.
+        modules: those that have them.
     """
 
     handles: list[Any]
@@ -339,7 +339,7 @@ class PreparedModels:
                     model.register_state_dict_pre_hook(hooks.before_state),
                     model.register_load_state_dict_pre_hook(hooks.before_load),
                 ],
-                WeakIdKeyDictionary(),
+                table_of_modules(),
             )
             self.follow_late_modules(model)
 

@@ -19,7 +19,6 @@ from torch.nn.modules.module import (
 )
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.weak import WeakIdKeyDictionary
 
 from amp_patch.casting.argument_casts import tensors_in
 from amp_patch.debug.trace import tracer
@@ -34,6 +33,7 @@ from amp_patch.tools.optimizer_numbers import OptimizerNumbers
 from amp_patch.tools.same_random import SameRandomNumbers
 from amp_patch.tools.script_end import ScriptEnd
 from amp_patch.tools.step_limit import StepCounts
+from amp_patch.weak_modules import table_of_modules
 
 from .functions import FunctionWatch, Place, name_of
 from .samples import sample
@@ -73,8 +73,7 @@ class Recorder(StepObserver):
         self._session, self._steps, self._folder = session, steps, folder
         self._has_saved = False
         self._skip = {(optimizer, step) for optimizer, step in skipped}
-        # By identity: a module's own class may have an == that returns a tensor.
-        self._names: MutableMapping[nn.Module, Place | None] = WeakIdKeyDictionary()
+        self._names: MutableMapping[nn.Module, Place | None] = table_of_modules()
         self._named = -1
         self._optimizer_numbers, self._made = OptimizerNumbers(), StepCounts()
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, list[int]]
