@@ -326,6 +326,7 @@ class Session:
 
     def _note_data_read(self, param: nn.Parameter) -> None:
         self.cache.doubt(param)
+        self.store.doubt(param)
         if param.dtype is torch.float32:  # as masters are: no half weight asks all optimizers
             self.optimizers.note_data_read(param)
 

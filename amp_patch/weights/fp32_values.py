@@ -191,11 +191,16 @@ class FP32Values:
         self._values[param] = entry
         self._came_in.pop(param, None)  # it is trained now
 
+    def doubt(self, param: Tensor) -> None:
+        """A script is about to read a parameter's ``.data``, to which it may write."""
+        self._alike.pop(id(param), None)
+
     def note_set(self, param: Tensor, new: Tensor) -> None:
         """A script is about to set ``param.data``, which moves no version.
 
         ``model.to(device)`` sets each parameter's, most often to the numbers that it has.
         """
+        self.doubt(param)
         if param.dtype not in HALVES or param not in self._values or new is param:
             return
         if _is_elsewhere(param, new):
@@ -298,7 +303,7 @@ class FP32Values:
         """Return what `exact` does of each, all compared at once."""
         self._compare(params)
         try:
-            return list(map(self._exact, params))
+            return list(map(self._compared_value, params))
         finally:
             self._alike = {}
 
@@ -309,35 +314,28 @@ class FP32Values:
         It is fp32. A frozen parameter that came in half has it in the dtype of then, unless it was
         trained or written to, and that dtype cannot hold what it is now.
         """
-        return self._exact(param)
-
-    def _exact(self, param: Tensor) -> Tensor:
-        value = self._alike_value(param)
-        if value is None:
-            value = self._looked_at(param)
-        came_in = None if param.requires_grad else self._came_in.get(param)
-        if came_in is not None and _can_hold(came_in, value):
-            return value.to(came_in)
-        return value
-
-    def _looked_at(self, param: Tensor) -> Tensor:
-        """Return the fp32 value of a parameter, for which the two are compared."""
         entry = self._values.get(param)
         if entry is None or not _fits(entry.value, param):
-            return param.detach().float()
+            return self._as_it_came(param, param.detach().float())
         value: Tensor = detached(entry.value).to(param.device, torch.float32)
         rounded = value.to(param.dtype)
         wins = entry.wins(self.version_of(param)) or have_same_bits(rounded, param)
         if not (wins or same_numbers(rounded, param)):
             value = torch.where(rounded == param, value, param.float())
-        return value
+        return self._as_it_came(param, value)
 
-    def _alike_value(self, param: Tensor) -> Tensor | None:
-        """Return the value of one that `_compare` has found to be its value, rounded; else None."""
+    def _compared_value(self, param: Tensor) -> Tensor:
+        """Return what `exact` does, without a look where `_compare` has looked at it before."""
         known = self._alike.get(id(param))
         if known is None or known[1:] != (param._version, known[0]._version):
-            return None
-        return known[0].detach()
+            return self.exact(param)
+        return self._as_it_came(param, known[0].detach())
+
+    def _as_it_came(self, param: Tensor, value: Tensor) -> Tensor:
+        came_in = None if param.requires_grad else self._came_in.get(param)
+        if came_in is not None and _can_hold(came_in, value):
+            return value.to(came_in)
+        return value
 
     @torch.no_grad()
     def take(self, param: Tensor) -> Tensor:
@@ -374,20 +372,22 @@ class FP32Values:
     def begin_state(self, model: nn.Module) -> None:
         """A state dict of a model begins: compare at once what its modules ask for one by one.
 
-        On a device each comparison would be waited for.
+        On a device each comparison would be waited for. Not buffers, of whose ``.data`` nobody
+        tells who reads it.
         """
         modules = list(model.modules())
         self.handed_out.take_over(modules)
         self._compare(
-            tensor
-            for module in modules
-            for tensor in chain(module._parameters.values(), module._buffers.values())
-            if tensor is not None
+            param for one in modules for param in one._parameters.values() if param is not None
         )
         self._alike_of = id(model)
 
     def _compare(self, tensors: Iterable[Tensor]) -> None:
-        """Note the values that half tensors are, rounded, with the versions of both."""
+        """Note the values that half tensors are, rounded, with the versions of both.
+
+        A script that reads or sets the ``.data`` of one may write to it without a version: see
+        `doubt`.
+        """
         pairs = [
             (entry.value, tensor)
             for tensor in tensors
@@ -411,7 +411,7 @@ class FP32Values:
                 # Before the value: what another thread's step writes between the two is then taken
                 # for newer than the value, and not for older.
                 bits = bits_of(tensor) if is_plain(tensor) else None
-                value = state[prefix + name] = self.exact(tensor).requires_grad_(attached)
+                value = state[prefix + name] = self._compared_value(tensor).requires_grad_(attached)
                 if is_on():
                     self.handed_out.note(module, value)
                 is_master = self._is_stepped(tensor, value)

@@ -321,6 +321,7 @@ class MasterWeights:
                 if now != then:
                     increment_version(master)
             self._forget_places()
+            self._masters_at = places
 
     def end_exposure(self) -> None:
         """No step follows: what the user wrote to the masters goes to the parameters now."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import io
 from collections.abc import Callable
@@ -183,12 +184,10 @@ def test_a_state_dict_is_written_and_read_in_fp32(numbers: list[float]) -> None:
 
 
 def stacked() -> nn.Module:
-    """Return a model with small weights, large ones, a buffer, and a module that is twice in it."""
+    """Return a model with small weights, large ones, and a module that is twice in it."""
     torch.manual_seed(0)
     shared = nn.Linear(8, 8)
-    model = nn.Sequential(shared, nn.Linear(8, 600), nn.Linear(600, 8), shared)
-    model.register_buffer("mean", torch.full((3,), THIRD))
-    return model
+    return nn.Sequential(shared, nn.Linear(8, 600), nn.Linear(600, 8), shared)
 
 
 @pytest.mark.parametrize("level", ["O2", "O3", "O5"])
@@ -212,6 +211,45 @@ def test_a_state_dict_compares_all_weights_at_once(
         model[1].bias.fill_(2.0)
     model.state_dict()
     assert len(asked) == (level != "O3")  # of the written one, if it has a value
+
+
+WRITES = {
+    "in place": lambda weight: weight.detach().fill_(2.0),
+    "through data": lambda weight: weight.data.fill_(2.0),
+    "data": lambda weight: setattr(weight, "data", torch.full_like(weight, 2.0)),
+}
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("how", WRITES)
+def test_what_a_hook_writes_to_a_half_weight_is_in_the_state_and_stays(
+    amp: ModuleType, level: str, how: str
+) -> None:
+    model = stacked()
+    model[2].register_state_dict_pre_hook(lambda module, *_: WRITES[how](module.weight))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    assert model.state_dict()["2.weight"].eq(2.0).all()
+    model(torch.randn(3, 8))
+    assert model[2].weight.eq(2.0).all()
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("how", WRITES)
+def test_a_state_dict_that_failed_hides_no_write(amp: ModuleType, level: str, how: str) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no state now")
+
+    model = stacked()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    handle = model[3].register_state_dict_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="no state now"):
+        model.state_dict()
+    handle.remove()
+    WRITES[how](model[2].weight)
+    assert model[2].state_dict()["weight"].eq(2.0).all()
+    assert copy.deepcopy(model)[2].weight.eq(2.0).all()
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])

@@ -148,6 +148,26 @@ def test_a_state_dict_has_what_data_was_set_to(amp: ModuleType, level: str, step
     torch.testing.assert_close(output.float(), state["weight"].T, rtol=0.01, atol=0.01)
 
 
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_each_data_that_is_set_counts_also_with_a_state_dict_between(
+    amp: ModuleType, level: str
+) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = Adam(model.parameters())
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=64.0, verbosity=0)
+    for _ in range(20):
+        optimizer.zero_grad()
+        scaled_backward(amp, model(torch.randn(4, 3)).float().square().mean(), optimizer)
+        optimizer.step()
+    weight, bias = optimizer.param_groups[0]["params"]
+    weight.data = torch.full((2, 3), 3.0)
+    model.state_dict()
+    bias.data = torch.full((2,), 5.0)
+    model(torch.randn(4, 3))
+    assert model.weight.eq(3.0).all()
+    assert model.bias.eq(5.0).all()
+
+
 class Averaging(Adam):
     """Has a method that writes averages into the weights, as torchcontrib's SWA has."""
 
