@@ -156,7 +156,7 @@ class FP32Values:
         self.sums: dict[int, tuple[int, int]] = {}
         self.writes: dict[int, int] = {}
         self.moves = 0
-        self.handed_out = HandedOut(self._take_over)
+        self.handed_out = HandedOut(self._take_over, self._is_stepped)
         self.clear()
 
     def clear(self) -> None:

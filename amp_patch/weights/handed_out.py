@@ -62,13 +62,18 @@ class HandedOut:
 
     Args:
         enter: called with a half tensor and what was written to its copy.
+        is_master: returns of a half tensor and a value whether this is in its master's memory.
 
     Attributes:
         are_held: whether a state dict was made since the last use; each forward asks.
     """
 
-    def __init__(self, enter: Callable[[Tensor, Tensor], None]) -> None:
-        self._enter = enter
+    def __init__(
+        self,
+        enter: Callable[[Tensor, Tensor], None],
+        is_master: Callable[[Tensor, Tensor], bool],
+    ) -> None:
+        self._enter, self._is_master = enter, is_master
         self.are_held = False
         self._handed: MutableMapping[nn.Module, list[_Handed]] = table_of_modules()
         self._places: MutableMapping[nn.Module, set[int]] = table_of_modules()
@@ -131,8 +136,12 @@ class HandedOut:
             _untraced(),
         ):
             for handed in _suspects(chain.from_iterable(found)):
-                if handed.was_written_to():
+                if handed.was_written_to() and self._is_held(handed):
                     self._enter(handed.tensor, handed.value)
+
+    def _is_held(self, handed: _Handed) -> bool:
+        """Tell whether what a state dict has is its own, or in the memory of the master still."""
+        return handed.version is not None or self._is_master(handed.tensor, handed.value)
 
 
 @contextlib.contextmanager

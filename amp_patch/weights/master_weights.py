@@ -553,6 +553,8 @@ class MasterWeights:
         Args:
             places: where the parameters are; None: they are asked.
         """
+        if self._was_set:
+            self._note_moved()
         params = self._local(self._params)
         if places is None:
             places = list(map(Tensor.data_ptr, params))

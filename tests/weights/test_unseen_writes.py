@@ -168,6 +168,47 @@ def test_each_data_that_is_set_counts_also_with_a_state_dict_between(
     assert model.bias.eq(5.0).all()
 
 
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("first", ["elsewhere", "in place"])
+def test_data_that_is_set_behind_a_state_dict_of_written_masters_counts(
+    amp: ModuleType, level: str, first: str
+) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = Adam(model.parameters())
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=64.0, verbosity=0)
+    masters = optimizer.param_groups[0]["params"]
+    if first == "elsewhere":
+        vector_to_parameters(torch.full((8,), 3.0), masters)
+    else:
+        with torch.no_grad():
+            for master in masters:
+                master.fill_(3.0)
+    kept = model.state_dict()
+    vector_to_parameters(torch.full((8,), 5.0), masters)
+    model(torch.randn(4, 3))
+    assert model.weight.eq(5.0).all()
+    assert masters[0].eq(5.0).all()
+    del kept
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("between", ["nothing", "half weight elsewhere", "load"])
+def test_data_that_is_set_before_masters_are_handed_out_counts(
+    amp: ModuleType, level: str, between: str
+) -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    optimizer = Adam(model.parameters())
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=64.0, verbosity=0)
+    optimizer.param_groups[0]["params"][2].data = torch.full((2, 2), 5.0)
+    if between == "half weight elsewhere":
+        model[0].weight.data = model[0].weight.data * 2
+    elif between == "load":
+        model[0].load_state_dict({"weight": torch.ones(2, 3), "bias": torch.ones(2)})
+    list(amp.master_params(optimizer))
+    model(torch.randn(4, 3))
+    assert model[1].weight.eq(5.0).all()
+
+
 class Averaging(Adam):
     """Has a method that writes averages into the weights, as torchcontrib's SWA has."""
 
