@@ -407,11 +407,13 @@ class FP32Values:
             if tensor is None or prefix + name not in state:
                 continue
             if tensor.dtype in HALVES or tensor in self._came_in:
-                attached = state[prefix + name].requires_grad  # keep_vars=True
+                attached = state[prefix + name].requires_grad  # keep_vars=True, not in torch.func
                 # Before the value: what another thread's step writes between the two is then taken
                 # for newer than the value, and not for older.
                 bits = bits_of(tensor) if is_plain(tensor) else None
-                value = state[prefix + name] = self._compared_value(tensor).requires_grad_(attached)
+                value = state[prefix + name] = self._compared_value(tensor)
+                if attached:
+                    value.requires_grad_()
                 if is_on():
                     self.handed_out.note(module, value)
                 is_master = self._is_stepped(tensor, value)

@@ -252,6 +252,23 @@ def test_a_state_dict_that_failed_hides_no_write(amp: ModuleType, level: str, ho
     assert copy.deepcopy(model)[2].weight.eq(2.0).all()
 
 
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_a_state_dict_is_made_within_a_transform(amp: ModuleType, level: str) -> None:
+    model = stacked()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    states: list[dict[str, Tensor]] = []
+
+    def saved(x: Tensor) -> Tensor:
+        states.append(model.state_dict())
+        return x
+
+    torch.vmap(saved)(torch.ones(2))
+    for name, value in model.state_dict(keep_vars=True).items():
+        assert value.requires_grad
+        torch.testing.assert_close(states[0][name], value.detach(), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_what_is_written_while_a_state_dict_is_made_is_in_it(amp: ModuleType, level: str) -> None:
     model = stacked()
