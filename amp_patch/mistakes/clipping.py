@@ -156,10 +156,10 @@ def _refuse_infinite_norm(
     owners: Sequence[OptimizerBackward], cause: RuntimeError | None
 ) -> NoReturn:
     """Raise for ``error_if_nonfinite=True``, which knows of no loss scale."""
-    if any(one.skip.is_certain for one in owners):
+    if any(one.skip.is_possible or one.skip.pending for one in owners):
         mend = (
-            "as an overflow leaves it, which a dynamic loss scale expects now and then. Leave it "
-            "out: optimizer.step() then skips the step, and the scale is halved."
+            "as an overflow leaves it. Leave it out: optimizer.step() then skips the step, and "
+            "lowers a dynamic loss scale, which expects that now and then."
         )
     else:
         mend = "for which no step is skipped. `amp-patch diagnose -- SCRIPT` names where it began."

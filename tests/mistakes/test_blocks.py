@@ -616,9 +616,13 @@ def test_what_a_graph_of_scaled_gradients_is_told_mends_it(amp: ModuleType) -> N
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_norm_that_must_be_finite_knows_of_overflows(amp: ModuleType, level: str) -> None:
+@pytest.mark.parametrize("options", [{}, {"delay_overflow_check": True}], ids=["", "delayed"])
+def test_a_norm_that_must_be_finite_knows_of_overflows(
+    amp: ModuleType, level: str, options: dict[str, bool]
+) -> None:
     model, optimizer = prepared(amp, level)
-    with amp.scale_loss(loss_of(model, INPUTS) * float("inf"), optimizer) as scaled_loss:
+    loss = loss_of(model, INPUTS) * float("inf")
+    with amp.scale_loss(loss, optimizer, **options) as scaled_loss:
         scaled_loss.backward()
     of_overflow = pytest.raises(RuntimeError, match=r"Leave it out: optimizer.step\(\) then skips")
     of_script = pytest.raises(RuntimeError, match="amp-patch diagnose -- SCRIPT")
