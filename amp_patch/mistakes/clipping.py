@@ -156,7 +156,9 @@ def _refuse_infinite_norm(
     owners: Sequence[OptimizerBackward], cause: RuntimeError | None
 ) -> NoReturn:
     """Raise for ``error_if_nonfinite=True``, which knows of no loss scale."""
-    if any(one.skip.is_possible or one.skip.pending for one in owners):
+    for check in {check for one in owners for check in one.skip.pending}:
+        check.settle()  # as the step would
+    if any(one.skip.is_possible for one in owners):
         mend = (
             "as an overflow leaves it. Leave it out: optimizer.step() then skips the step, and "
             "lowers a dynamic loss scale, which expects that now and then."

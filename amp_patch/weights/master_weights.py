@@ -320,6 +320,7 @@ class MasterWeights:
             for master, now, then in known:
                 if now != then:
                     increment_version(master)
+                    self._unseen.forget(now)
             self._forget_places()
             self._masters_at = places
 

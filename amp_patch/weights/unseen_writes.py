@@ -50,6 +50,10 @@ class UnseenWrites:
         """Note what this rank holds of the masters: all that was written to them is known."""
         self._sums.update(self._sums_of(local))
 
+    def forget(self, place: int) -> None:
+        """A master has come to an address, at which another may have been before."""
+        self._sums.pop(place, None)
+
     def look_now(self, local: Sequence[Tensor]) -> None:
         """Look until a step has been made: who has read ``master.data`` may write to it.
 

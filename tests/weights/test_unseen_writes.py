@@ -209,6 +209,26 @@ def test_data_that_is_set_before_masters_are_handed_out_counts(
     assert model[1].weight.eq(5.0).all()
 
 
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_masters_that_change_places_behind_a_read_are_taken_for_written(
+    amp: ModuleType, level: str
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=64.0, verbosity=0)
+    scaled_backward(amp, model(torch.randn(3, 4)).float().square().mean(), optimizer)
+    optimizer.step()
+    one, other = optimizer.param_groups[0]["params"]
+    other.data = other.data * 2
+    model(torch.randn(3, 4))
+    list(amp.master_params(optimizer))
+    expected = [other.detach().clone(), one.detach().clone()]
+    one.data, other.data = other.data, one.data
+    model(torch.randn(3, 4))
+    for param, value in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(param.detach(), value.to(param.dtype), rtol=0, atol=0)
+
+
 class Averaging(Adam):
     """Has a method that writes averages into the weights, as torchcontrib's SWA has."""
 
