@@ -124,7 +124,7 @@ class Casts:
             if takes_sparse and not is_compiling() and any(map(is_sparse_on_cpu, args)):
                 return original(*map(float_on_cpu, args), **kwargs)
             dtype = fixed or dtype
-            if _stay(args, kwargs, _OTHERS[dtype]) or _are_handed_on(args):
+            if _stay(args, kwargs, _OTHERS[dtype]) or _are_handed_on(args, kwargs):
                 return original(*args, **kwargs)
             # What torch.compile traces must not depend on casts that outlive an iteration.
             casts = (to_dtype, None) if is_compiling() else (cast_weight, cast_activation)
@@ -168,13 +168,14 @@ class Casts:
 _USUAL = ((LAYERS, layer), (PRODUCTS, product), (CONTRACTIONS, contraction), (CELLS, cell))
 
 
-def _are_handed_on(args: tuple[Any, ...]) -> bool:
+def _are_handed_on(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Tell whether torch hands the call on to an object that is no tensor, and holds one perhaps.
 
     The tensors beside it stay as they are: nobody can cast what it holds.
     """
-    return has_torch_function(args) and any(
-        hasattr(type(one), "__torch_function__") and not isinstance(one, Tensor) for one in args
+    given = (*args, *kwargs.values()) if kwargs else args
+    return has_torch_function(given) and any(
+        hasattr(type(one), "__torch_function__") and not isinstance(one, Tensor) for one in given
     )
 
 

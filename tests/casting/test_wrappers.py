@@ -821,8 +821,9 @@ class Metres:
         lambda x, layer: F.linear(x, layer.weight),
         lambda x, layer: torch.matmul(x, layer.weight.t()),
         lambda x, layer: torch.addmm(layer.weight[:, 0], x, layer.weight.t()),
+        lambda x, layer: torch.mm(layer.weight, mat2=Metres(x.tensor.t())),
     ],
-    ids=["layer", "linear", "matmul", "addmm"],
+    ids=["layer", "linear", "matmul", "addmm", "by name"],
 )
 def test_an_object_that_is_no_tensor_gets_what_torch_hands_on(level, compute) -> None:
     class Model(nn.Module):
