@@ -80,7 +80,8 @@ class Versions:
     def all_win(self, params: Sequence[int]) -> bool:
         """Return True where all parameters surely have to follow their values; as most often.
 
-        The user was given all, and wrote to no parameter since; nor was told of others' values.
+        The user was given all, and wrote to no parameter since, and nothing was given or ended by
+        another optimizer, which may step some of them as well.
         """
         if self.given_at != _clock.time or len(self.given) != len(params):
             return False
@@ -375,6 +376,8 @@ class FP32Values:
         On a device each comparison would be waited for. Not buffers, of whose ``.data`` nobody
         tells who reads it.
         """
+        if _is_exporting():
+            return
         modules = list(model.modules())
         self.handed_out.take_over(modules)
         self._compare(
