@@ -108,7 +108,7 @@ def observed(model: nn.Module, optimizer: Optimizer) -> list[Any]:
         list(map(id, optimizer.state)),
         [list(getattr(m, kind).values()) for m in model.modules() for kind in hooks],
         [len(m._load_state_dict_pre_hooks) for m in model.modules()],
-        {name: id(value) for name, value in vars(optimizer).items()},
+        {name: id(value) for name, value in vars(optimizer).items() if callable(value)},
         {name: list(map(id, one.values())) for name, one in hooks_of(optimizer).items()},
     ]
 
