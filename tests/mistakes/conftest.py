@@ -15,15 +15,15 @@ from amp_patch import amp as core
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
     """Leave most of the drop-in to the nightly run, for it calls the same functions.
 
-    Its tests at O1 and O5, and every second one of the others.
+    Its tests at O1 and O5, and every second one of the others by name: pytest-randomly may have
+    drawn an order before.
     """
-    is_left_out: dict[str, bool] = {}
-    for item in items:
-        params = item.callspec.params if hasattr(item, "callspec") else {}
-        if params.get("module") == "drop-in":
-            is_second = is_left_out.setdefault(item.originalname, len(is_left_out) % 2 == 1)
-            if is_second or params.get("level") in ("O1", "O5"):
-                item.add_marker(pytest.mark.slow)
+    with_params = [item for item in items if hasattr(item, "callspec")]
+    of_drop_in = [one for one in with_params if one.callspec.params.get("module") == "drop-in"]
+    left_out = set(sorted({item.originalname for item in of_drop_in})[1::2])
+    for item in of_drop_in:
+        if item.originalname in left_out or item.callspec.params.get("level") in ("O1", "O5"):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="module", params=["plain", "drop-in"])
