@@ -34,10 +34,12 @@ class Comparison:
         self._together = [_words(group) for (group,) in alike(_in_few_pieces(together))]
         # Small ones with their sources, for when nothing is known of either; and those of them that
         # are not flat in memory.
-        small = [pair for pair in self._pairs if id(pair[1]) in ids]
-        self._apart = [pair for pair in small if not all(_is_view(_flat(one), one) for one in pair)]
-        apart = {id(copy) for _, copy in self._apart}
-        flat = [(_flat(s), _flat(c)) for s, c in small if id(c) not in apart]
+        self._apart: list[tuple[Tensor, Tensor]] = []
+        flat: list[tuple[Tensor, Tensor]] = []
+        for source, copy in (pair for pair in self._pairs if id(pair[1]) in ids):
+            views = _flat(source), _flat(copy)
+            are_views = _is_view(views[0], source) and _is_view(views[1], copy)
+            (flat if are_views else self._apart).append(views if are_views else (source, copy))
         self._small = [_Joined(*group) for group in alike(*zip(*flat, strict=True))] if flat else []
         # Kept, for to allocate it costs the host more than to fill it.
         self._memory: list[Tensor] = []

@@ -1,5 +1,7 @@
 """Comparisons of tensors with their copies, by all implementations."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -18,6 +20,15 @@ from amp_patch.kernels import torch_comparison, torch_kernels
 from amp_patch.tools.sweep.memory import LivingTensors
 
 
+def assert_a_write_is_seen(comparison: Any, written: Tensor, data: st.DataObject) -> None:
+    where = np.unravel_index(data.draw(st.integers(0, written.numel() - 1)), written.shape)
+    old = written[where].clone()
+    written[where] = old * 2 + 1 if abs(old + 1) > 0.01 else 5.0
+    assert comparison.differs()
+    written[where] = old
+    assert not comparison.differs()
+
+
 @given(COPIED, st.data())
 def test_comparison_sees_every_written_element(
     ops: Operations, pair: Pair, data: st.DataObject
@@ -29,13 +40,7 @@ def test_comparison_sees_every_written_element(
     if not filled:
         return
     index = data.draw(st.sampled_from(filled))
-    written = data.draw(st.sampled_from([sources, made]))[index]
-    where = np.unravel_index(data.draw(st.integers(0, written.numel() - 1)), written.shape)
-    old = written[where].clone()
-    written[where] = old * 2 + 1 if abs(old + 1) > 0.01 else 5.0
-    assert comparison.differs()
-    written[where] = old
-    assert not comparison.differs()
+    assert_a_write_is_seen(comparison, data.draw(st.sampled_from([sources, made]))[index], data)
 
 
 def test_comparison_of_large_tensors_sees_the_last_element(ops: Operations) -> None:
@@ -150,12 +155,7 @@ def test_comparison_that_has_forgotten_sees_what_is_written_to_either(
     assert not comparison.differs()
     for written in (*sources, *made):
         if written.numel():
-            where = np.unravel_index(data.draw(st.integers(0, written.numel() - 1)), written.shape)
-            old = written[where].clone()
-            written[where] = old * 2 + 1 if abs(old + 1) > 0.01 else 5.0
-            assert comparison.differs()
-            written[where] = old
-            assert not comparison.differs()
+            assert_a_write_is_seen(comparison, written, data)
 
 
 def test_a_source_that_is_not_flat_is_compared_alone(ops: Operations) -> None:
