@@ -6,6 +6,7 @@ import copy
 import itertools
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -129,16 +130,22 @@ def test_a_write_that_comes_late_is_seen(
     torch.testing.assert_close(found_output, output, rtol=0.05, atol=0.05)
 
 
-@pytest.mark.parametrize("level", ["O2", "O5"])
-@pytest.mark.parametrize("steps", [0, 1, 20])
-def test_a_state_dict_has_what_data_was_set_to(amp: ModuleType, level: str, steps: int) -> None:
+def stepped(amp: ModuleType, level: str, kind: type[Adam], steps: int) -> tuple[nn.Linear, Any]:
+    """Return a layer and its optimizer behind some steps."""
     model = nn.Linear(3, 2)
-    optimizer = Adam(model.parameters())
+    optimizer = kind(model.parameters())
     amp.initialize(model, optimizer, opt_level=level, loss_scale=64.0, verbosity=0)
     for _ in range(steps):
         optimizer.zero_grad()
         scaled_backward(amp, model(torch.randn(4, 3)).float().square().mean(), optimizer)
         optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("steps", [0, 1, 20])
+def test_a_state_dict_has_what_data_was_set_to(amp: ModuleType, level: str, steps: int) -> None:
+    model, optimizer = stepped(amp, level, Adam, steps)
     weight, bias = optimizer.param_groups[0]["params"]
     weight.data = torch.arange(6.0).reshape(2, 3) / 7
     state = model.state_dict()
@@ -152,13 +159,7 @@ def test_a_state_dict_has_what_data_was_set_to(amp: ModuleType, level: str, step
 def test_each_data_that_is_set_counts_also_with_a_state_dict_between(
     amp: ModuleType, level: str
 ) -> None:
-    model = nn.Linear(3, 2)
-    optimizer = Adam(model.parameters())
-    amp.initialize(model, optimizer, opt_level=level, loss_scale=64.0, verbosity=0)
-    for _ in range(20):
-        optimizer.zero_grad()
-        scaled_backward(amp, model(torch.randn(4, 3)).float().square().mean(), optimizer)
-        optimizer.step()
+    model, optimizer = stepped(amp, level, Adam, 20)
     weight, bias = optimizer.param_groups[0]["params"]
     weight.data = torch.full((2, 3), 3.0)
     model.state_dict()
@@ -173,9 +174,7 @@ def test_each_data_that_is_set_counts_also_with_a_state_dict_between(
 def test_data_that_is_set_behind_a_state_dict_of_written_masters_counts(
     amp: ModuleType, level: str, first: str
 ) -> None:
-    model = nn.Linear(3, 2)
-    optimizer = Adam(model.parameters())
-    amp.initialize(model, optimizer, opt_level=level, loss_scale=64.0, verbosity=0)
+    model, optimizer = stepped(amp, level, Adam, 0)
     masters = optimizer.param_groups[0]["params"]
     if first == "elsewhere":
         vector_to_parameters(torch.full((8,), 3.0), masters)
@@ -240,13 +239,7 @@ class Averaging(Adam):
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_a_method_of_the_optimizer_may_write_late(amp: ModuleType, level: str) -> None:
-    model = nn.Linear(3, 2)
-    optimizer = Averaging(model.parameters())
-    amp.initialize(model, optimizer, opt_level=level, loss_scale=64.0, verbosity=0)
-    for _ in range(20):
-        optimizer.zero_grad()
-        scaled_backward(amp, model(torch.ones(1, 3)).float().sum(), optimizer)
-        optimizer.step()
+    model, optimizer = stepped(amp, level, Averaging, 20)
     optimizer.use_averages()
     assert all((value == 0.25).all() for value in model.state_dict().values())
     assert torch.equal(model(torch.ones(1, 3)).float(), torch.ones(1, 2))
