@@ -169,6 +169,71 @@ def sgd(
     torch._foreach_add_(params, grads, alpha=-lr)
 
 
+def rmsprop(
+    params: Tensors,
+    grads: Tensors,
+    square_avgs: Tensors,
+    buffers: Tensors,
+    grad_avgs: Tensors,
+    *,
+    lr: float,
+    alpha: float,
+    eps: float,
+    weight_decay: float,
+    momentum: float,
+    maximize: bool,
+) -> None:
+    """Step by RMSprop (Tieleman & Hinton 2012, lecture 6.5), as `torch.optim.RMSprop` has it.
+
+    Args:
+        params, square_avgs: changed in place.
+        buffers: of the momentum, changed in place; empty without.
+        grad_avgs: changed in place; empty unless centered (Graves 2013, arXiv:1308.0850).
+    """
+    grads = _descent(grads, params, maximize, weight_decay)
+    torch._foreach_mul_(square_avgs, alpha)
+    torch._foreach_addcmul_(square_avgs, grads, grads, 1 - alpha)
+    if grad_avgs:
+        _foreach_lerp_(grad_avgs, grads, 1 - alpha)
+        denominators = torch._foreach_addcmul(square_avgs, grad_avgs, grad_avgs, -1)
+        torch._foreach_sqrt_(denominators)
+    else:
+        denominators = torch._foreach_sqrt(square_avgs)
+    torch._foreach_add_(denominators, eps)
+    if buffers:
+        torch._foreach_mul_(buffers, momentum)
+        torch._foreach_addcdiv_(buffers, grads, denominators)
+        torch._foreach_add_(params, buffers, alpha=-lr)
+    else:
+        torch._foreach_addcdiv_(params, grads, denominators, -lr)
+
+
+def adagrad(
+    params: Tensors,
+    grads: Tensors,
+    sums: Tensors,
+    steps: Sequence[float],
+    *,
+    lr: float,
+    lr_decay: float,
+    weight_decay: float,
+    eps: float,
+    maximize: bool,
+) -> None:
+    """Step by Adagrad (Duchi, Hazan & Singer 2011), as `torch.optim.Adagrad` has it.
+
+    Args:
+        params, sums: changed in place.
+        steps: of each parameter, this one included.
+    """
+    grads = _descent(grads, params, maximize, weight_decay)
+    torch._foreach_addcmul_(sums, grads, grads, 1)
+    denominators = torch._foreach_sqrt(sums)
+    torch._foreach_add_(denominators, eps)
+    step_sizes = _per_tensor(steps, lambda n: -lr / (1 + (n - 1) * lr_decay))
+    torch._foreach_addcdiv_(params, torch._foreach_mul(grads, step_sizes), denominators)
+
+
 def lamb(
     params: Tensors,
     grads: Tensors,

@@ -12,7 +12,7 @@ from types import FunctionType
 from typing import Any
 
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 from amp_patch.kernels.graph_capture import captures
 
@@ -38,7 +38,7 @@ class DirectStep:
         # An LR scheduler wraps the step to see that it was called, which `FusedStep` tells it, too.
         is_schedulers = hasattr(own, "_wrapped_by_lr_sched")
         is_kept = is_schedulers and getattr(own, "__wrapped__", None) is type(optimizer).step
-        is_known = type(optimizer) in (AdamW, Adam, SGD) and _is_torchs(type(optimizer).step)
+        is_known = type(optimizer) in _KNOWN and _is_torchs(type(optimizer).step)
         if not (is_known and (own is None or is_kept)):
             return False
         _, _, function = _called_by(type(optimizer).step)
@@ -54,7 +54,7 @@ class DirectStep:
         if "grad_scale" in own or "found_inf" in own:  # by which a scaler skips a fused step
             return False
         for group in groups:
-            if not group["params"] or not (group["fused"] or _is_stepped_together(group)):
+            if not group["params"] or not (group.get("fused") or _is_stepped_together(group)):
                 return False
         first = groups[0]["params"][0]
         return not (first.is_cuda and captures.are_made(first.device))
@@ -81,13 +81,15 @@ def _is_stepped_together(group: dict[str, Any]) -> bool:
     foreach, params = group["foreach"], group["params"]
     if not params[0].is_cpu:
         is_default = (
-            foreach is None and group["fused"] is None and _PLAIN.issuperset(map(type, params))
+            foreach is None and group.get("fused") is None and _PLAIN.issuperset(map(type, params))
         )
         foreach = foreach or is_default
         if not (foreach and params[0].is_cuda):
             return False
     return not (foreach and group.get("nesterov"))  # which writes to the gradients, too
 
+
+_KNOWN = frozenset({AdamW, Adam, SGD, RMSprop, Adagrad})
 
 #: The classes for which torch has such functions.
 _PLAIN = frozenset({Tensor, nn.Parameter})

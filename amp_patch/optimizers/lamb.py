@@ -5,7 +5,7 @@ Knows no loss scales or masters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -19,8 +19,6 @@ from amp_patch.kernels import cuda_module, torch_optimizers
 from amp_patch.kernels.cuda_launch import launch
 from amp_patch.kernels.cuda_module import Kernel
 from amp_patch.kernels.cuda_optimizers import (
-    Column,
-    GroupRows,
     Operands,
     OptimizerKernels,
     byte_rows,
@@ -30,9 +28,8 @@ from amp_patch.kernels.dense_rows import Part
 from amp_patch.kernels.torch_kernels import alike, norms_of
 from amp_patch.kernels.torch_norms import combined
 
-from .adam import state_columns
-from .groups import GroupUpdate, ParamState, StepInputs
-from .step_counters import StepCounters
+from .counted_groups import CountedUpdate, state_columns
+from .groups import ParamState, StepInputs
 
 __all__ = ["FusedLAMB", "LambUpdate"]
 
@@ -204,14 +201,12 @@ _RATIOS = Kernel("lamb.cu", "lamb_ratios", "PPPPP")
 _NORMS_BYTES = 16
 
 
-class LambUpdate(GroupUpdate):
+class LambUpdate(CountedUpdate):
     """A group of `FusedLAMB`."""
 
     kernels = _LambKernels("lamb.cu", 48, "dPddddiiiii")
     numbers = ("betas", "eps", "weight_decay")
-
-    def __init__(self) -> None:
-        self._counters = StepCounters()
+    tensors = ("exp_avg", "exp_avg_sq")
 
     @classmethod
     def max_norm(cls, optimizer: Optimizer) -> float | None:
@@ -219,36 +214,26 @@ class LambUpdate(GroupUpdate):
         max_norm: float | None = optimizer.defaults["max_grad_norm"]
         return max_norm
 
-    def step(self, inputs: StepInputs) -> None:
-        """See `GroupUpdate.step`."""
-        _, group, params, grads, states, *_ = inputs
-        self.make_states(inputs)
-        self._counters.advance(states)
-        columns = [grads, params, *state_columns(states, "exp_avg", "exp_avg_sq")]
-        _update(group, columns, self._counters.values())
+    def cut_with(self, inputs: StepInputs) -> None:
+        """See `GroupUpdate.cut_with`: the ratio takes the norm of the whole update."""
 
-    def kernel_rows(self, inputs: StepInputs, weights: Column) -> GroupRows:
-        """See `GroupUpdate.kernel_rows`."""
-        _, group, params, grads, states, *_ = inputs
-        self.make_states(inputs)
-        columns: list[Column] = [grads, params, *state_columns(states, "exp_avg", "exp_avg_sq")]
-        return GroupRows(self.arguments(group), [*columns, weights, self.counters(inputs)])
-
-    def counters(self, inputs: StepInputs) -> list[Tensor]:
-        """Return the steps so far: a float32 number on the device for each parameter."""
-        return self._counters.gather(inputs.states, inputs.params[0].device, torch.float32)
+    def update(
+        self, inputs: StepInputs, columns: Sequence[list[Tensor]], counters: list[Tensor]
+    ) -> None:
+        """See `CountedUpdate.update`."""
+        _update(inputs.options, [inputs.grads, inputs.params, *columns], self.values())
 
     def make_states(self, inputs: StepInputs) -> None:
         """Make the state of parameters that have none."""
         _make_states(inputs.params, inputs.states)
 
-    def arguments(self, group: Mapping[str, Any]) -> list[Any]:
+    def arguments(self, options: Mapping[str, Any]) -> list[Any]:
         """Return the options of a group as ``lamb_prepare`` takes them."""
         names = ("adam_w_mode", "bias_correction", "grad_averaging", "use_nvlamb")
-        numbers = (*group["betas"], group["eps"], group["weight_decay"])
+        numbers = (*options["betas"], options["eps"], options["weight_decay"])
         maximizes = 0
-        switches = [int(group[name]) for name in names]
-        return [*learning_rate(group["lr"]), *numbers, *switches, maximizes]
+        switches = [int(options[name]) for name in names]
+        return [*learning_rate(options["lr"]), *numbers, *switches, maximizes]
 
 
 def _make_states(params: list[Tensor], states: list[ParamState]) -> None:

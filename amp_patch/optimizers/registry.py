@@ -9,11 +9,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
+from .adagrad import AdagradUpdate
 from .adam import AdamUpdate, AdamWUpdate
 from .groups import GroupUpdate, values_of
 from .lamb import FusedLAMB, LambUpdate
+from .rmsprop import RMSpropUpdate
 from .sgd import SgdUpdate
 
 #: How optimizers of these very types step. A subclass is another type: it may step otherwise.
@@ -21,6 +23,8 @@ UPDATES: dict[type[Optimizer], type[GroupUpdate]] = {
     AdamW: AdamWUpdate,
     Adam: AdamUpdate,
     SGD: SgdUpdate,
+    RMSprop: RMSpropUpdate,
+    Adagrad: AdagradUpdate,
     FusedLAMB: LambUpdate,
 }
 

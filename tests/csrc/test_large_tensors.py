@@ -28,6 +28,12 @@ class Case:
     arguments: tuple[Any, ...] = ()
 
 
+def stepped(name: str, states: int) -> list[Case]:
+    """Return the case of an optimizer that takes one launch, with so many tensors of state."""
+    columns = (HALF, FULL, *[FULL] * states, HALF)
+    return [Case(f"{name}_float16_to_float16", columns, (0, 0), (NUMBERS, None, None, None))]
+
+
 CASES = {
     "accumulate.cu": [
         Case(
@@ -36,14 +42,8 @@ CASES = {
             arguments=(1.0, None, 1.0, None, NUMBERS),
         )
     ],
-    "adamw.cu": [
-        Case(
-            "adamw_float16_to_float16",
-            (HALF, FULL, FULL, FULL, FULL, HALF),
-            (0, 0),
-            (NUMBERS, None, None, None),
-        )
-    ],
+    "adagrad.cu": stepped("adagrad", 1),
+    "adamw.cu": stepped("adamw", 3),
     "cast.cu": [Case("cast_float32_to_float16", (FULL, HALF))],
     "lamb.cu": [
         Case(
@@ -57,11 +57,8 @@ CASES = {
         ),
     ],
     "reconcile.cu": [Case("reconcile_float16", (FULL, HALF), (1,))],
-    "sgd.cu": [
-        Case(
-            "sgd_float16_to_float16", (HALF, FULL, FULL, HALF), (0, 0), (NUMBERS, None, None, None)
-        )
-    ],
+    "rmsprop.cu": stepped("rmsprop", 3),
+    "sgd.cu": stepped("sgd", 1),
     "unscale.cu": [Case("unscale_float16_to_float32", (HALF, FULL), arguments=(None, NUMBERS))],
 }
 

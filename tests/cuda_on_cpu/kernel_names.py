@@ -11,6 +11,7 @@ KERNELS = {
     "accumulate.cu": [
         "accumulate_{}_{}_to_{}".format(*mix) for mix in product(DTYPES, DTYPES, DTYPES)
     ],
+    "adagrad.cu": ["adagrad_prepare", *("adagrad_{}_to_{}".format(*pair) for pair in PAIRS)],
     "adamw.cu": ["adamw_prepare", *("adamw_{}_to_{}".format(*pair) for pair in PAIRS)],
     "cast.cu": ["cast_{}_to_{}".format(*pair) for pair in PAIRS],
     "cross_entropy.cu": [
@@ -23,6 +24,7 @@ KERNELS = {
         *(f"lamb_update_{dtype}" for dtype in DTYPES),
     ],
     "reconcile.cu": ["reconcile_float16", "reconcile_bfloat16"],
+    "rmsprop.cu": ["rmsprop_prepare", *("rmsprop_{}_to_{}".format(*pair) for pair in PAIRS)],
     "sgd.cu": ["sgd_prepare", *("sgd_{}_to_{}".format(*pair) for pair in PAIRS)],
     "summarize.cu": ["summarize", "clip_coefficient"],
     "unscale.cu": ["unscale_{}_to_{}".format(*pair) for pair in PAIRS],

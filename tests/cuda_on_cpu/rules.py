@@ -188,6 +188,71 @@ class Sgd(Rule):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RMSprop(Rule):
+    name = "rmsprop"
+    size = 32
+    decoupled: bool = False
+    alpha: float = 0.99
+    eps: float = 1e-3
+    momentum: float = 0.0
+    centered: bool = False
+
+    def options(self) -> list[Argument]:
+        numbers = [self.alpha, self.eps, self.weight_decay, self.momentum]
+        return [*numbers, int(self.centered), int(self.maximize)]
+
+    def state(self) -> dict[str, float | None]:
+        buffer = 0.0 if self.momentum else None
+        grad_avg = 0.0 if self.centered else None
+        return {"square_avg": 0.0, "momentum_buffer": buffer, "grad_avg": grad_avg}
+
+    def reference(self, masters: Sequence[Tensor], dtype: torch.dtype = torch.float64) -> Reference:
+        return TorchOptimizer(self._optimizer, masters, dtype)
+
+    def _optimizer(self, parameters: list[Tensor]) -> torch.optim.Optimizer:
+        return torch.optim.RMSprop(
+            parameters,
+            lr=self.lr,
+            alpha=self.alpha,
+            eps=self.eps,
+            weight_decay=self.weight_decay,
+            momentum=self.momentum,
+            centered=self.centered,
+            maximize=self.maximize,
+            foreach=False,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adagrad(Rule):
+    name = "adagrad"
+    size = 16
+    decoupled: bool = False
+    lr_decay: float = 0.0
+    eps: float = 1e-3
+
+    def options(self) -> list[Argument]:
+        return [self.lr_decay, self.weight_decay, self.eps, int(self.maximize)]
+
+    def state(self) -> dict[str, float | None]:
+        return {"sum": 0.0}
+
+    def reference(self, masters: Sequence[Tensor], dtype: torch.dtype = torch.float64) -> Reference:
+        return TorchOptimizer(self._optimizer, masters, dtype)
+
+    def _optimizer(self, parameters: list[Tensor]) -> torch.optim.Optimizer:
+        return torch.optim.Adagrad(
+            parameters,
+            lr=self.lr,
+            lr_decay=self.lr_decay,
+            weight_decay=self.weight_decay,
+            eps=self.eps,
+            maximize=self.maximize,
+            foreach=False,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Lamb(Rule):
     """The defaults are apex's, but for lr."""
 
@@ -255,7 +320,8 @@ class LambReference:
 
 _LR = st.sampled_from([2.0**-10, 2.0**-3, 1.0])
 _DECAY = st.sampled_from([0.0, 0.1])
-_SWITCHES = {name: st.booleans() for name in ("decoupled", "maximize", "lr_on_device")}
+_COUPLED = {name: st.booleans() for name in ("maximize", "lr_on_device")}
+_SWITCHES = {"decoupled": st.booleans(), **_COUPLED}
 _LAMB_SWITCHES = ("bias_correction", "gradient_averaging", "adapt_always")
 
 RULES: dict[str, st.SearchStrategy[Rule]] = {
@@ -277,6 +343,24 @@ RULES: dict[str, st.SearchStrategy[Rule]] = {
         **_SWITCHES,
     )
     | st.builds(Sgd, lr=_LR, weight_decay=_DECAY, nesterov=st.just(True), **_SWITCHES),
+    "rmsprop": st.builds(
+        RMSprop,
+        lr=_LR,
+        alpha=st.sampled_from([0.99, 0.5]),
+        eps=st.sampled_from([1e-3, 0.1]),
+        weight_decay=_DECAY,
+        momentum=st.sampled_from([0.0, 0.9]),
+        centered=st.booleans(),
+        **_COUPLED,
+    ),
+    "adagrad": st.builds(
+        Adagrad,
+        lr=_LR,
+        lr_decay=st.sampled_from([0.0, 0.25]),
+        eps=st.sampled_from([1e-10, 1e-3]),
+        weight_decay=_DECAY,
+        **_COUPLED,
+    ),
     "lamb": st.builds(
         Lamb,
         lr=st.sampled_from([2.0**-10, 2.0**-3]),

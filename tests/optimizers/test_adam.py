@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -42,37 +41,6 @@ def test_steps_have_the_bits_and_the_state_of_torchs(
         with torch.no_grad():
             update.step(inputs_of(ours))
         same_state(ours, theirs)
-
-
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_state_is_made_as_torch_makes_it(fused: bool, dtype: torch.dtype) -> None:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        ours, theirs = (Adam([nn.Parameter(torch.ones(2))], fused=fused) for _ in range(2))
-        param = theirs.param_groups[0]["params"][0]
-        param.grad = torch.ones(2)
-        theirs.step()
-        ours.param_groups[0]["params"][0].grad = torch.ones(2)
-        AdamUpdate().make_states(inputs_of(ours))
-    finally:
-        torch.set_default_dtype(before)
-    made, expected = (next(iter(one.state.values())) for one in (ours, theirs))
-    assert list(made) == list(expected)
-    assert [value.dtype for value in made.values()] == [one.dtype for one in expected.values()]
-
-
-def test_a_step_that_fails_is_not_counted() -> None:
-    optimizer = Adam([nn.Parameter(torch.ones(2))])
-    update = AdamUpdate()
-    optimizer.param_groups[0]["params"][0].grad = torch.ones(2)
-    with torch.no_grad():
-        update.step(inputs_of(optimizer))
-    inputs = inputs_of(optimizer)
-    with torch.no_grad(), pytest.raises(RuntimeError, match="size"):
-        update.step(inputs._replace(grads=[torch.ones(3)]))
-    assert inputs.states[0]["step"].item() == 1.0
 
 
 def test_kernels_get_a_column_for_each_tensor_and_the_options_in_order() -> None:

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from support import drawn_for, profiled, scaled_backward, trains
 from torch import Tensor, nn
 from torch.distributed.tensor import distribute_tensor
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -41,6 +41,12 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "adam, foreach": lambda p: Adam(p, lr=0.05, eps=EPS, foreach=True, amsgrad=True, maximize=True),
     "sgd, one by one": lambda p: SGD(p, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.1),
     "sgd, foreach": lambda p: SGD(p, lr=0.05, momentum=0.9, dampening=0.1, foreach=True),
+    "rmsprop": lambda p: RMSprop(p, lr=0.05, eps=EPS, momentum=0.9, weight_decay=0.1),
+    "rmsprop, foreach": lambda p: RMSprop(
+        p, lr=0.05, eps=0.1, centered=True, maximize=True, foreach=True
+    ),
+    "adagrad": lambda p: Adagrad(p, lr=0.05, eps=EPS, lr_decay=0.1, weight_decay=0.1),
+    "adagrad, foreach": lambda p: Adagrad(p, lr=0.05, eps=EPS, maximize=True, foreach=True),
 }
 
 
@@ -48,7 +54,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 def own_steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Give the list of calls of torch's own steps."""
     calls: list[str] = []
-    for name in ("adamw", "adam", "sgd"):
+    for name in ("adamw", "adam", "sgd", "rmsprop", "adagrad"):
         module = sys.modules[f"torch.optim.{name}"]
         # AdamW steps by the functions of Adam, but in torch 2.6, where it has its own
         noted = "adam" if name == "adamw" else name
