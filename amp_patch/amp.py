@@ -152,8 +152,8 @@ def initialize(
             (docs/tune.md), and ``inputs`` maps arguments of a model's ``forward``, or parts of one
             ("batch.boxes"), to "off": its call leaves them as they are.
         fused_step: step torch's AdamW, Adam, SGD, RMSprop and Adagrad, and `FusedLAMB`, in one pass
-            over half gradients, masters, state and half weights (O2, O5). The masters' gradients are made
-            only where they are read.
+            over half gradients, masters, state and half weights (O2, O5). The masters' gradients
+            are made only where they are read.
         process_group: of the ranks that skip a step together. Found by itself for FSDP, tensor
             parallel and ZeRO; not needed where `DistributedDataParallel` averages the gradients; to
             be given where parts of one model are on several ranks (a pipeline).

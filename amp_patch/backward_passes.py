@@ -126,8 +126,8 @@ class BackwardPasses:
                 step.skip.settle()
         scaler, on_host = self._scalers[scaler_id], self._host_scalings.get(scaler_id)
         if on_host is None or on_host.scaler is not scaler:
-            name_of, on_overflow = self._models.name_of, self._note_overflow
-            on_host = HostScaling(scaler, scaler_id, name_of, on_overflow, self._prints)
+            names, on_overflow = self._models.names, self._note_overflow
+            on_host = HostScaling(scaler, scaler_id, names, on_overflow, self._prints)
             self._host_scalings[scaler_id] = on_host
         return choose_scaling(
             on_host,
@@ -178,7 +178,7 @@ class BackwardPasses:
     def _note_overflow(
         self, scaler_id: int, found: Sequence[Found], scale: float, step: int
     ) -> None:
-        self.overflows.note(scaler_id, scale, step, found, self._models.places())
+        self.overflows.note(scaler_id, scale, step, found, self._models.names())
         self._observers.overflowed(scaler_id, found)
         is_low = scale <= 1.0 and self._scalers[scaler_id].rule.dynamic
         if is_low and self._optimizers.scalers.calls_with(scaler_id) > 1:

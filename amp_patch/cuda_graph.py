@@ -174,7 +174,7 @@ def _refuse_living_graphs() -> None:
         raise RuntimeError(
             "a step is captured on a stream of its own, so that no autograd graph of an earlier "
             "step may be alive; got a loss or an output that is still held, whose graph leads to "
-            f"{len(held)} parameters, {session.models.name_of(held[0])!r} among them. Call "
+            f"{len(held)} parameters, {session.models.names()(held[0])!r} among them. Call "
             "loss = loss.detach(), or del loss, before amp_patch.cuda_graph.capture()."
         )
 

@@ -185,6 +185,17 @@ def test_verbosity_0_is_silent_and_1_tells_of_a_skipped_step_in_apexs_words(
     )
 
 
+def test_of_several_models_the_line_tells_which_overflowed(
+    amp: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [amp.initialize(*make(), loss_scale="dynamic", verbosity="skips") for _ in range(2)]
+    for run in runs:
+        train(*run, factor=float("inf"))
+    first, second = (line.partition("; ")[2] for line in capsys.readouterr().out.splitlines())
+    assert first.startswith("not finite: Sequential 1: 0.weight (NaN), Sequential 1: 0.bias (NaN)")
+    assert second.startswith("not finite: Sequential 2: 0.weight (NaN), Sequential 2: 0.bias (NaN)")
+
+
 # --- refusals ---
 
 Refused = Callable[[nn.Module, Optimizer], Any]

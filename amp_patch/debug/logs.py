@@ -18,7 +18,7 @@ from amp_patch.distributed.process_groups import rank
 from amp_patch.kernels import HostCopy
 from amp_patch.kernels.graph_capture import captures
 from amp_patch.session import session
-from amp_patch.step.loss_scaling import Found
+from amp_patch.step.loss_scaling import Found, names_of
 from amp_patch.step.observers import StepObserver
 from amp_patch.step.skip import Skip
 from amp_patch.warn_once import warn_once
@@ -154,14 +154,7 @@ class StepLog(StepObserver):
 
 def sources_of(found: Sequence[Found]) -> str | None:
     """Return the first parameters that were not finite, ``"fc.weight (inf)"``; None if unknown."""
-    names = [
-        f"{session.models.name_of(params[index])} ({kind})"
-        for check, params in found
-        for index, kind in check.nonfinite()
-        if index < len(params)
-    ]
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return ", ".join(names[:_MOST_NAMES]) + more if names else None
+    return names_of(found, session.models.names(), _MOST_NAMES) or None
 
 
 def _value(given: float | HostCopy) -> float:

@@ -35,9 +35,32 @@ _LOW = 2.0**-10
 #: gradient, in the check's order.
 Found: TypeAlias = tuple[GradCheck, list[Tensor]]
 
+#: Returns the name of a parameter.
+NameOf: TypeAlias = Callable[[Tensor], str]
+
 #: Gets the number of a loss scaler, what was found in the pass that overflowed, its scale, and
 #: which step it was for, from 1, as the first of its optimizers counts.
 OnOverflow = Callable[[int, Sequence[Found], float, int], None]
+
+
+def nonfinite(found: Sequence[Found]) -> list[tuple[Tensor, str]]:
+    """Return the parameters whose gradients were not finite, each with "inf", "NaN" or both.
+
+    Those that an outcome which came late knows no more are left out. May wait for a device.
+    """
+    return [
+        (params[index], kind)
+        for check, params in found
+        for index, kind in check.nonfinite()
+        if index < len(params)
+    ]
+
+
+def names_of(found: Sequence[Found], name_of: NameOf, most: int) -> str:
+    """Return the names of the first of these, ``"fc.weight (inf) and 2 more"``; "" of none."""
+    rows = nonfinite(found)
+    names = ", ".join(f"{name_of(param)} ({kind})" for param, kind in rows[:most])
+    return names + (f" and {len(rows) - most} more" if len(rows) > most else "")
 
 
 class LossScaling(Protocol):
@@ -93,7 +116,7 @@ class HostScaling:
     Args:
         scaler: moved.
         scaler_id: its number in messages.
-        name_of: the name of a parameter, for messages.
+        names: returns what names parameters, for messages.
         on_overflow: called after each overflow, see `OnOverflow`.
         tells: returns whether the line about a skipped step is read, and names gradients.
     """
@@ -104,12 +127,12 @@ class HostScaling:
         self,
         scaler: LossScaler,
         scaler_id: int,
-        name_of: Callable[[Tensor], str],
+        names: Callable[[], NameOf],
         on_overflow: OnOverflow,
         tells: Callable[[], bool] = lambda: False,
     ) -> None:
         self.scaler, self.scaler_id = scaler, scaler_id
-        self._name_of, self._tells = name_of, tells
+        self._names, self._tells = names, tells
         self.on_overflow = on_overflow
 
     def scale(self) -> float:
@@ -146,22 +169,12 @@ class HostScaling:
 
     def reason(self, found: Sequence[Found]) -> str:
         """Return apex's line about the skipped step, and the first gradients that caused it."""
-        names = self._names(found, most=3) if self._tells() else ""
+        names = names_of(found, self._names(), most=3) if self._tells() else ""
         line = self.scaler.skip_message(self.scaler_id)
         return f"{line}; not finite: {names}" if names else line
 
-    def _names(self, found: Sequence[Found], most: int) -> str:
-        rows = [
-            (params[index], kind)
-            for check, params in found
-            for index, kind in check.nonfinite()
-            if index < len(params)
-        ]
-        names = ", ".join(f"{self._name_of(param)} ({kind})" for param, kind in rows[:most])
-        return names + (f" and {len(rows) - most} more" if len(rows) > most else "")
-
     def _describe(self, found: Sequence[Found]) -> str:
-        shown = self._names(found, most=10)
+        shown = names_of(found, self._names(), most=10)
         is_own = self.scaler.rule.min_loss_scale > ScaleRule.min_loss_scale
         smaller = "leave min_loss_scale out, for a smaller scale may do, or " if is_own else ""
         return (

@@ -236,14 +236,6 @@ class PreparedModels:
         """Return the half dtypes of the models that live at O1 or O4."""
         return {level.half_dtype for level in self.levels.values() if level.casts_functions}
 
-    def name_of(self, param: Tensor) -> str:
-        """Return a parameter's name in the initialized models, or its shape."""
-        for model in self.levels:
-            for name, candidate in model.named_parameters():
-                if candidate is param:
-                    return name
-        return f"a parameter of shape {tuple(param.shape)}"
-
     def label_of(self, model: nn.Module) -> str:
         """Return what tells a model from the others: nothing of the only one, else its class.
 
@@ -258,10 +250,10 @@ class PreparedModels:
             return name
         return f"{name} {next((n for n, other in enumerate(alike, 1) if other is model), 0)}"
 
-    def places(self) -> Callable[[Tensor], str]:
-        """Return what names parameters now: ``"0.weight"``, of several ``"Generator: 0.weight"``.
+    def names(self) -> Callable[[Tensor], str]:
+        """Return what names parameters now, by one look through the models.
 
-        One look through the models, for a caller that asks for many; see `name_of`.
+        ``"0.weight"``; of several models ``"Generator: 0.weight"``; of none its shape.
         """
         names: dict[int, str] = {}
         for model in list(self.levels):

@@ -53,7 +53,7 @@ class Case:
         self.error: Exception | None = None
 
     def choose(self, delayed: bool = False, can_skip: bool = True) -> LossScaling:
-        on_host = HostScaling(self.scaler, self.number, self.name_of, self.on_overflow)
+        on_host = HostScaling(self.scaler, self.number, lambda: self.name_of, self.on_overflow)
         return choose_scaling(on_host, CPU, delayed, lambda: can_skip)
 
     def name_of(self, param: Tensor) -> str:
@@ -161,7 +161,7 @@ def test_a_device_moves_its_scale_and_the_host_hears_of_it_later() -> None:
 def test_gradients_on_another_device_are_the_hosts() -> None:
     case = Case()
     elsewhere = DeviceScaler.of(case.scaler, torch.device("cpu:0"))
-    on_host = HostScaling(case.scaler, 3, case.name_of, case.on_overflow)
+    on_host = HostScaling(case.scaler, 3, lambda: case.name_of, case.on_overflow)
     scaling = DeviceScaling(elsewhere, on_host)
     scaling.update([found(INF)], [case.skip])
     assert case.skip.is_certain

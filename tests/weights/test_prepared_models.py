@@ -130,8 +130,11 @@ def test_released_models_have_their_fp32_bits_again(prepared: Prepared) -> None:
 def test_names_are_those_in_the_models_or_shapes(prepared: Prepared) -> None:
     model = nn.Sequential(nn.Linear(2, 3))
     prepared.set_up(model, "O1")
-    assert prepared.models.name_of(model[0].bias) == "0.bias"
-    assert prepared.models.name_of(torch.ones(4, 5)) == "a parameter of shape (4, 5)"
+    assert prepared.models.names()(model[0].bias) == "0.bias"
+    assert prepared.models.names()(torch.ones(4, 5)) == "a parameter of shape (4, 5)"
+    other = nn.Sequential(nn.Linear(2, 3))
+    prepared.set_up(other, "O1")
+    assert prepared.models.names()(other[0].bias) == "Sequential 2: 0.bias"
 
 
 def test_dropped_models_are_gone(prepared: Prepared) -> None:

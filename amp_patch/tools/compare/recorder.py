@@ -24,7 +24,7 @@ from amp_patch.casting.argument_casts import tensors_in
 from amp_patch.debug.trace import tracer
 from amp_patch.distributed.process_groups import rank
 from amp_patch.optimizers.groups import params_of
-from amp_patch.step.loss_scaling import Found
+from amp_patch.step.loss_scaling import Found, nonfinite
 from amp_patch.step.observers import StepObserver
 from amp_patch.step.skip import Skip
 from amp_patch.tools import child
@@ -117,11 +117,10 @@ class Recorder(StepObserver):
     def overflowed(self, scaler_id: int, found: Sequence[Found]) -> None:
         """Note which gradients made the loss scale back off."""
         names = self._parameter_names()
-        for check, params in found:
-            for index, kind in check.nonfinite():
-                name = names.get(id(params[index]), "(a parameter of no model)")
-                line = {"step": self._step, "parameter": name, "overflow": kind}
-                self._gradients.append(line)
+        for param, kind in nonfinite(found):
+            name = names.get(id(param), "(a parameter of no model)")
+            line = {"step": self._step, "parameter": name, "overflow": kind}
+            self._gradients.append(line)
 
     def stepped(self, optimizer: Optimizer, skip: Skip) -> None:
         """Count, and end the script when it has made enough steps."""

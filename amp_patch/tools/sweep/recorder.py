@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_patch.patching import Patches
-from amp_patch.step.loss_scaling import Found
+from amp_patch.step.loss_scaling import Found, nonfinite
 from amp_patch.step.observers import StepObserver
 from amp_patch.step.skip import Skip
 from amp_patch.tools import child
@@ -100,10 +100,9 @@ class Recorder(StepObserver):
     def overflowed(self, scaler_id: int, found: Sequence[Found]) -> None:
         """Keep the names of the parameters."""
         with self._aside():
-            for check, params in found:
-                for index, kind in check.nonfinite()[:MOST_NAMES]:
-                    name = self._session.models.name_of(params[index])
-                    self._heard.overflows.append([name, kind])
+            name_of = self._session.models.names()
+            for param, kind in nonfinite(found)[:MOST_NAMES]:
+                self._heard.overflows.append([name_of(param), kind])
 
     def clipped(self, optimizer: Optimizer, norm: Tensor) -> None:
         """Keep the norm."""
