@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from amp_patch.casting import rules, targets
 from amp_patch.session import session
 
-from .cause import Mend
+from .facts import Mend
 from .recorded_calls import Call
 from .rerun import Rerun
 from .watch import Origin

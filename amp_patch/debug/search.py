@@ -146,7 +146,7 @@ class Search:
         return Cause(
             "unknown",
             self._scale,
-            level=_level_of(root),
+            **_level_of(root),
             note=f"{name}{f', `{path}`,' if path else ''} returned {' and '.join(one.lost)}, and "
             "did not in a second run: it computed with numbers that are gone, such as weights "
             "that the script has written to since.",
@@ -246,15 +246,15 @@ class Search:
             "loss",
             self._scale,
             dtype=result.dtype,
-            level=self._level(),
+            **self._level(),
             result=result,
             in_half=self._watch.in_half,
             **more,
         )
 
-    def _level(self) -> str:
+    def _level(self) -> dict[str, Any]:
         models = [call.model() for call in self._calls]
-        return next((_level_of(root_of(one)[0]) for one in models if one is not None), "")
+        return next((_level_of(root_of(one)[0]) for one in models if one is not None), {})
 
 
 def _in_model(
@@ -275,7 +275,7 @@ def _in_model(
         is_own=origin.place.is_own,
         line=shown_line(origin.place.line),
         dtype=origin.result.dtype,
-        level=_level_of(root),
+        **_level_of(root),
         fits=fits,
         mended_by=mended.by,
         also=tuple(joined(called, module) for module in mended.also),
@@ -329,10 +329,14 @@ def hidden(call: Call, one: Rerun) -> Iterator[Cause]:
                 yield _in_model(one, origin, 1.0, Mended(by))
 
 
-def _level_of(model: nn.Module) -> str:
-    """Return the name of the model's level, "" for a copy that nobody initialized."""
+def _level_of(model: nn.Module) -> dict[str, Any]:
+    """Return what `Facts` say of the model's level; {} for a copy that nobody initialized."""
     level = session.models.levels.get(model)
-    return "" if level is None else level.name
+    if level is None:
+        return {}
+    has_half = level.casts_functions or level.stores_half
+    half = str(level.half_dtype).removeprefix("torch.") if has_half else ""
+    return {"level": level.name, "half": half, "casts_functions": level.casts_functions}
 
 
 def _path(model: nn.Module, module: str) -> str:

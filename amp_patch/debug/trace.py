@@ -32,7 +32,8 @@ from amp_patch.step.loss_scaling import Found
 from amp_patch.step.observers import StepObserver
 from amp_patch.step.skip import Skip
 
-from .cause import Cause, Mend
+from .cause import Cause
+from .facts import Mend
 from .loss_watch import LossWatch, are_finite
 from .mends import joined, root_of
 from .ranges import largest_of

@@ -389,5 +389,5 @@ def _nothing() -> None:
     return None
 
 
-#: Of each level the one that does the same in the other half dtype.
+#: Of each level the nearest in the other half dtype: O3 has no twin, and O5 keeps float32 masters.
 _OTHER_HALF = {"O1": "O4", "O4": "O1", "O2": "O5", "O5": "O2", "O3": "O5"}

@@ -456,6 +456,25 @@ def test_a_loss_of_what_half_has_rounded_to_0_or_1_is_said_to_be_of_precision(
     assert not amp.step_was_skipped(optimizer)
 
 
+@pytest.mark.parametrize(
+    ("level", "options", "half"),
+    [
+        ("O2", {}, "float16"),
+        ("O2", {"cast_model_type": torch.bfloat16}, "bfloat16"),
+        ("O1", {}, "float16"),
+        ("O4", {"loss_scale": 1.0}, "bfloat16"),
+    ],
+)
+def test_advice_goes_by_what_the_level_casts_to_not_by_its_name(
+    amp, level: str, options: dict[str, Any], half: str
+) -> None:
+    model, optimizer = prepared(amp, Sigmoid(9.0), level, **options)
+    train(amp, model, optimizer, lambda p: -(1.0 - p.float()).log().mean())
+    cause = the_cause(amp)
+    assert (cause.half, cause.casts_functions) == (half, level != "O2")
+    assert cause.advice().startswith(f"{half} rounds numbers to 1 that the model returns")
+
+
 class Many(nn.Module):
     """Returns numbers of which half precision rounds some to 0, to 1 and to -1."""
 
@@ -559,7 +578,8 @@ def test_what_half_rounds_beyond_a_bound_is_told_with_the_bound(operator: str, s
         "forward",
         1.0,
         operator=operator,
-        level="O1",
+        half="float16",
+        casts_functions=True,
         mended_by="module",
         operands=(range_of("operand 0", torch.ones(1)),),
         result=range_of("result", torch.tensor([math.nan])),
