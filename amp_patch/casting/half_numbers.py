@@ -177,8 +177,8 @@ def _bound(name: str, value: Any, half: torch.dtype) -> Any:
     side = 1.0 if name.startswith("min") else -1.0
     if side * nearest >= side * value:
         return nearest
-    # by three quarters of what lies between two numbers, or by up to twice as much
-    return _rounded(nearest + side * 0.75 * info.eps * abs(nearest), info.eps)
+    # 0.6 eps on, the next number is the nearest: it is 0.5 to 1 eps away, and the one after it twice
+    return _rounded(nearest + side * 0.6 * info.eps * abs(nearest), info.eps)
 
 
 def _rounded(value: float, eps: float) -> float:

@@ -299,6 +299,27 @@ def test_a_logit_of_bounded_scores_is_finite(amp: ModuleType, level: str) -> Non
         amp.deactivate()
 
 
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
+def test_a_bound_is_the_nearest_number_within(amp: ModuleType, half: torch.dtype) -> None:
+    level = "O1" if half is torch.float16 else "O4"
+    amp.initialize(nn.Linear(1, 1), opt_level=level, verbosity=0)
+    inside = st.sampled_from([2.0**power for power in range(-10, 12)]).flatmap(
+        lambda power: st.floats(power / 2, power) | st.just(power * (1 - 1e-4))
+    )
+
+    @given(inside, st.booleans())
+    def run(bound: float, is_high: bool) -> None:
+        side = 1.0 if is_high else -1.0
+        x = torch.full((2,), side * 6e4, dtype=half)
+        found = x.clamp(max=bound) if is_high else x.clamp(min=-bound)
+        nearest = torch.tensor(side * bound, dtype=torch.float64).to(half)
+        if abs(nearest.item()) > bound:
+            nearest = torch.nextafter(nearest, torch.zeros((), dtype=half))
+        assert found.tolist() == [nearest.item()] * 2
+
+    run()
+
+
 def test_other_bounds_and_dtypes_stay(amp: ModuleType) -> None:
     amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
     x = torch.linspace(-1, 2, 7)
