@@ -177,7 +177,7 @@ def _bound(name: str, value: Any, half: torch.dtype) -> Any:
     side = 1.0 if name.startswith("min") else -1.0
     if side * nearest >= side * value:
         return nearest
-    # The next number lies 0.5 to 1 eps away, the one after it twice that: at 0.6 the next is nearest.
+    # The next number lies 0.5 to 1 eps away, the one after it twice that: 0.6 rounds to the next.
     return _rounded(nearest + side * 0.6 * info.eps * abs(nearest), info.eps)
 
 
