@@ -30,6 +30,7 @@ from .attach import TOOL as TOOL
 from .crash import crash_reason
 from .early_notice import NAME as NOTE
 from .errors import BadArguments, refuse_notebook
+from .idle import IdleWatch, descendants
 from .process import Start, start_process
 from .untrained import is_runnable, is_to_end, notice, reason_after
 
@@ -144,12 +145,14 @@ class ScriptRun:
         environment: Mapping[str, str] | None = None,
         start: Start = start_process,
     ) -> None:
-        self._note = Path(options["out"], NOTE)
+        folder = Path(options["out"])
+        self._note = folder / NOTE
         added = {TOOL: tool, OPTIONS: json.dumps(dict(options)), PARENT: str(os.getpid())}
         added |= environment or {}
         self.log = log
         whole = {**environment_of_run(os.environ, opt_level, force=True), **added}
         self._process = start(command, whole, log)
+        self._idle = IdleWatch(self._process.pid, folder)
 
     def __enter__(self) -> ScriptRun:
         return self
@@ -173,6 +176,10 @@ class ScriptRun:
             return int(self._note.read_text(encoding="utf-8"))
         return 0
 
+    def is_idle(self) -> bool:
+        """Return whether the script waits for a process of its own that was told to end."""
+        return self._idle.is_idle()
+
     def wait(self, seconds: float) -> int | None:
         """Return the exit code, or None if it still runs after that time."""
         try:
@@ -185,7 +192,8 @@ class ScriptRun:
 
         An interruption meanwhile kills it at once, and is raised.
         """
-        groups = _groups_below(self._process.pid)
+        # a launcher such as torchrun gives each of its workers a group
+        groups = {self._process.pid, *(one.group for one in descendants(self._process.pid))}
         try:
             for number in (signal.SIGINT, signal.SIGTERM):
                 if self.code is None:
@@ -200,25 +208,6 @@ class ScriptRun:
 def _send(number: signal.Signals, group: int) -> None:
     with contextlib.suppress(ProcessLookupError):  # all of the group has ended
         os.killpg(group, number)
-
-
-def _groups_below(process: int) -> set[int]:
-    """Return the process group of a script, and those of what it has started.
-
-    A launcher such as torchrun gives each of its workers a group. Where the system does not tell by
-    ``/proc`` who has started whom, the first is all.
-    """
-    groups, found = {process}, {process}
-    parents: dict[int, tuple[int, int]] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended
-            # number (name) state parent group ...; the name may hold anything
-            fields = path.read_text(errors="replace").rpartition(")")[2].split()
-            parents[int(path.parent.name)] = int(fields[1]), int(fields[2])
-    while new := {one for one, (parent, _) in parents.items() if parent in found} - found:
-        found |= new
-        groups |= {parents[one][1] for one in new}
-    return groups
 
 
 @functools.cache
@@ -244,6 +233,8 @@ def run_to_end(run: ScriptRun, timeout: float | None = None) -> str | None:
                 if is_to_end(steps):
                     raise BadArguments(reason_after(steps))
                 say(notice(steps))
+            if run.is_idle():
+                return None
             if end is not None and time.monotonic() > end:
                 return f"took longer than {timeout:.0f} s"
     return crash_reason(run.code, run.log) if run.code else None

@@ -10,6 +10,8 @@ import threading
 import time
 from typing import NoReturn
 
+from .idle import note_end
+
 #: Seconds that a script gets to end, once it was told to and does nothing but wait.
 GRACE = 10.0
 
@@ -36,6 +38,7 @@ class ScriptEnd:
                 atexit._run_exitfuncs()
             os._exit(0)
         self.was_called = True
+        note_end()
         is_main = threading.current_thread() is threading.main_thread()
         threading.Thread(target=_end_later, args=(is_main,), daemon=True).start()
         raise SystemExit(0)
