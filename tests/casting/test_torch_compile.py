@@ -935,7 +935,8 @@ for _ in range(2):
 """
 
 
-@pytest.mark.parametrize("opt_level", nightly_but(("O1",), ("O1", "O2")))
+@pytest.mark.slow
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
 def test_attention_compiles_where_initialize_was_the_first_to_import_dynamo(opt_level):
     # Here the tests, or the making of an optimizer, have imported it.
     run = [sys.executable, "-c", FIRST_IMPORT, opt_level]

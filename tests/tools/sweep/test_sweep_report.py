@@ -37,6 +37,7 @@ def test_the_pictures_are_written(tmp_path: Path) -> None:
         assert int.from_bytes(content[16:20], "big") >= 1200  # pixels wide
 
 
+@pytest.mark.slow
 def test_a_report_of_runs_without_steps_is_written(tmp_path: Path) -> None:
     runs = [made_run(level, [], outcome="crashed", reason="no") for level in ("O0", "O1")]
     comparison = compared(runs, 0.05)
