@@ -140,7 +140,7 @@ class UnpreparedParams:
             for key, one in self._scaled.items()
             if (grad := one.left()) is not None and values(grad).any()
         }
-        self._params = [one for one in self._params if one.param() is not None]
+        self._forget_dead()
         return Watch.of(self._alive(threading.get_ident()), self._plain_backwards())
 
     def note_foreign(self, watch: Watch, optimizers: Sequence[OptimizerBackward]) -> None:
@@ -150,6 +150,9 @@ class UnpreparedParams:
             # else another thread trains its own model, or the block does
             if one.params and one.own_passes == self._plain_backwards():
                 self._note(one)
+
+    def _forget_dead(self) -> None:
+        self._params = [one for one in self._params if one.param() is not None]
 
     def _alive(self, thread: int | None = None) -> list[Tensor]:
         """Return them all, or but those that another thread than this trains."""
@@ -252,6 +255,7 @@ class UnpreparedParams:
             How many of the prepared models' have a gradient, of which nobody knows whether it is
             scaled. One of another model most likely is not.
         """
+        self._forget_dead()  # a script may make an optimizer of another copy in every step
         known = set(map(id, chain(optimizers.params(), self._alive())))
         own = {id(param) for model in models for param in model.parameters()}
         new = [param for param in params if id(param) not in known]

@@ -478,3 +478,19 @@ def test_what_is_trained_beside_the_model_is_not_told_of(
         warnings.simplefilter("always")
         amp.initialize(model, [optimizer, temperature], opt_level="O1", verbosity=0)
     assert not caught
+
+
+@pytest.mark.parametrize("level", SCALED)
+def test_what_was_watched_of_dropped_copies_goes(amp: ModuleType, level: str) -> None:
+    """As where each step trains a copy for itself: Reptile, a part of federated averaging."""
+    model, optimizer = prepared(amp, level)
+    inputs = next(batches())
+    counts = []
+    for _ in range(4):
+        copied = copy.deepcopy(model)
+        inner = torch.optim.SGD(copied.parameters(), lr=0.01)
+        loss_of(copied, inputs).backward()
+        inner.step()
+        del copied, inner
+        counts.append(len(session.guard.unprepared._params))
+    assert counts[1:] == counts[:-1]

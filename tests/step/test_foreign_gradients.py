@@ -209,3 +209,54 @@ def test_the_sixteenth_block_is_watched_still(amp: ModuleType, level: str) -> No
     loss = loss_of(model)
     with pytest.raises(RuntimeError, match="another one"), amp.scale_loss(loss, both):
         loss.backward()
+
+
+class Blocks(nn.Module):
+    """A layer, and two behind it that another optimizer steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 5)
+        self.second = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = self.second(self.first(x))
+        return outputs
+
+
+def reached(amp: ModuleType, level: str) -> tuple[Blocks, Optimizer]:
+    """Return a model and its second optimizer, whose layers a scaled loss of the first reached."""
+    model = Blocks()
+    first, second = (SGD(part.parameters(), lr=0.5) for part in (model.first, model.second))
+    amp.initialize(model, [first, second], opt_level=level, loss_scale=64.0, verbosity=0)
+    with amp.scale_loss(loss_of(model), first) as scaled_loss:
+        scaled_loss.backward()
+    first.step()
+    first.zero_grad()
+    return model, second
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_those_of_one_layer_are_refused_after_another_was_cleared(
+    amp: ModuleType, level: str
+) -> None:
+    model, second = reached(amp, level)
+    model.second[0].zero_grad()
+    before = values(second)
+    with pytest.raises(RuntimeError, match=r"got 2 that the backward\(\)"):
+        second.step()
+    assert all(map(torch.equal, before, values(second)))
+
+
+@pytest.mark.filterwarnings("ignore:at a level with a loss scale")
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_backward_of_its_own_counts_after_they_were_cleared_by_hand(
+    amp: ModuleType, level: str
+) -> None:
+    model, second = reached(amp, level)
+    for param in model.second.parameters():
+        param.grad = None
+    loss_of(model).backward()
+    before = values(second)
+    second.step()
+    assert not any(map(torch.equal, before, values(second)))

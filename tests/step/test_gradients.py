@@ -216,6 +216,25 @@ def test_accumulated_gradients_are_the_exact_sum(
         assert model.named[name].flatten().tolist() == [value] * model.named[name].numel()
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("delay", [False, True])
+def test_of_one_cleared_parameter_only_what_came_before_is_lost(
+    amp: ModuleType, level: str, delay: bool
+) -> None:
+    model, optimizer = prepared(amp, level)
+    every = {"a": 1.0, "b": 1.0, "norm": 1.0}
+    backward(amp, model, optimizer, every)
+    backward(amp, model, optimizer, every, delay_unscale=delay)
+    model.norm.zero_grad()
+    by_hand = level == "O1" and not delay  # else what came before is not in it
+    if by_hand:
+        model.a.grad = None
+    backward(amp, model, optimizer, every)
+    optimizer.step()
+    expected = [-1.0 if by_hand else -3.0, -3.0, 1.0 - 1.0]
+    assert [model.a[0].item(), model.b[0, 0].item(), model.norm.weight[0].item()] == expected
+
+
 def test_gradients_that_were_delayed_go_when_they_are_cleared(amp: ModuleType) -> None:
     """Else they would lie in memory beside those of the next forward and backward."""
     model, optimizer = prepared(amp, "O1")

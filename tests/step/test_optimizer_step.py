@@ -102,6 +102,28 @@ def test_zero_grad_clears_the_overflow_with_the_gradients(
     assert not amp.step_was_skipped(optimizer)
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_zero_grad_that_the_script_has_replaced_is_the_one_that_clears(
+    amp: ModuleType, level: str
+) -> None:
+    model = linear()
+    optimizer = SGD(model.parameters(), lr=0.5)
+    clear, calls = optimizer.zero_grad, []
+
+    def to_zeros(set_to_none: bool = True) -> None:
+        calls.append(set_to_none)
+        clear(set_to_none=False)
+
+    optimizer.zero_grad = to_zeros
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    backward(amp, model, optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+    assert calls == [True]
+    grads = [param.grad for param in amp.master_params(optimizer)]
+    assert [None if grad is None else grad.any().item() for grad in grads] == [False] * len(grads)
+
+
 @pytest.mark.parametrize("clear", ["optimizer", "model", "by hand"])
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_gradients_that_overflowed_are_not_stepped_when_they_are_put_back(
