@@ -19,6 +19,11 @@ from amp_patch.weights.parameter_lists import stored_grad
 from .held_params import HeldParams
 from .skip import Skip
 
+NOT_CLEARED = (
+    "Gradient overflow.  Skipping step, gradients of a skipped step were not cleared: call "
+    "optimizer.zero_grad() between steps"
+)
+
 
 def skip_nonfinite(skip: Skip, held: HeldParams, are_shared: bool) -> None:
     """Ask for a skip where the gradients that are to be stepped are not finite; may wait.
@@ -47,7 +52,4 @@ def skip_nonfinite(skip: Skip, held: HeldParams, are_shared: bool) -> None:
                 "overflowed before they were cleared"
             )
         else:
-            skip.ask(
-                "Gradient overflow.  Skipping step, gradients of a skipped step were not cleared: "
-                "call optimizer.zero_grad() between steps"
-            )
+            skip.ask(NOT_CLEARED)

@@ -97,10 +97,12 @@ class Skip:
         left: whether those of the last step, which was skipped, may still be there, for the next
             backward to add to; not 0 where a device has yet to tell, see `has_left`.
         count: the steps so far, and how many of them were skipped.
+        reason: why the last step was skipped, where the host knew a reason before it; else "".
     """
 
     def __init__(self, announce: Callable[[str], None]) -> None:
         self._announce = announce
+        self.reason = self._next_reason = ""
         self._announcement: Announcement | None = None
         self.is_certain = False
         self.flag: Tensor | None = None
@@ -123,6 +125,8 @@ class Skip:
             reason: said if it is the first, see `Announcement`.
             scaler: whose overflow it is.
         """
+        if not self.is_certain:
+            self._next_reason = reason
         self.is_certain = True
         self.expect(scaler)(reason)
 
@@ -151,7 +155,7 @@ class Skip:
 
     def forget(self) -> None:
         """The next step has other gradients."""
-        self.is_certain = False
+        self.is_certain, self._next_reason = False, ""
         self.flag = self._announcement = None
 
     def forget_cleared(self) -> None:
@@ -199,7 +203,7 @@ class Skip:
 
     def note_made(self, flag: Tensor | None) -> None:
         """The step was made; where it was given a flag, that says later if it changed anything."""
-        self._was_skipped = False
+        self._was_skipped, self.reason = False, ""
         if flag is None:
             self.count.steps += 1
         else:
@@ -208,7 +212,7 @@ class Skip:
 
     def note_skipped(self) -> None:
         """The step was skipped; say why, when that is known."""
-        self._was_skipped = True
+        self._was_skipped, self.reason = True, self._next_reason
         self.count.add_skipped()
         self._end_announcement()
         self._end()

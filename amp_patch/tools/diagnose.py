@@ -58,6 +58,10 @@ _HIDDEN = (
     "it finite, and wrong (1 / inf is 0). amp-patch compare tells how far off it is."
 )
 _ENDED = " The script was ended there; --steps N looks at more."
+_UNCLEARED = (
+    "{} more {} skipped, for the gradients of a skipped step were not cleared, and every backward "
+    "adds to them. Call optimizer.zero_grad() between steps."
+)
 _ALSO_IN_FP32 = (
     "The inf or NaN in a forward is hidden by what follows, and comes up in float32, too: "
     "precision is not to blame."
@@ -87,6 +91,8 @@ def report(found: dict[str, Any], script: Sequence[str]) -> str:
         lines = [f"{'No gradient' if hidden else 'Nothing'} overflowed in {many}."]
     if found["was_ended"] and all(map(_is_loss_scale, found["causes"])) and not hidden:
         lines[0] += _ENDED
+    if uncleared := found["uncleared_steps"]:
+        lines.append(_UNCLEARED.format(uncleared, "was" if uncleared == 1 else "were"))
     for cause in found["causes"]:
         step = f"{'first ' if cause['count'] > 1 else ''}in step {cause['first_step']}"
         lines += ["", f"{cause['count']} of {overflows}, {step}: {cause['text']}"]

@@ -16,6 +16,7 @@ from amp_patch.casting.mode import HALVES
 from amp_patch.debug.trace import LastPass, tracer
 from amp_patch.distributed.shards import local
 from amp_patch.session import session
+from amp_patch.step.given_gradients import NOT_CLEARED
 from amp_patch.step.observers import StepObserver
 from amp_patch.step.skip import Skip
 
@@ -34,7 +35,7 @@ class DiagnoseRecorder(StepObserver):
 
     def __init__(self, out: str, steps: int) -> None:
         self._lines = child.Lines(out, "found")
-        self._overflows = self._steps = self._overflowed = self._known = 0
+        self._overflows = self._steps = self._overflowed = self._known = self._uncleared = 0
         self._causes: list[dict[str, Any]] = []
         self._first: dict[Hashable, int] = {}  # cause -> the step that it first came up in
         self._last: dict[Optimizer, LastPass] = {}
@@ -55,6 +56,7 @@ class DiagnoseRecorder(StepObserver):
         """Count, and keep what is looked at if this was the last step."""
         before, self._known = self._known, self._overflows + tracer.overflows
         self._overflowed += self._known > before
+        self._uncleared += self._known == before and skip.reason == NOT_CLEARED
         self._steps += 1
         self._note_causes(self._steps)
         self._last[optimizer] = tracer.last_pass()
@@ -106,7 +108,7 @@ class DiagnoseRecorder(StepObserver):
 
     def _write_found(self) -> None:
         found: dict[str, Any] = {"steps": self._steps, "overflowed_steps": self._overflowed}
-        found |= {"was_ended": self.limit.has_ended}
+        found |= {"was_ended": self.limit.has_ended, "uncleared_steps": self._uncleared}
         found |= {"overflows": self._overflows, "causes": self._causes}
         found |= {"near_limits": self._near_limits, "hidden": list(self._hidden.values())}
         found |= {"infinite_state": self._infinite_state, "flushed_at": self._flushed_at}

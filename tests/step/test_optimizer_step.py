@@ -29,6 +29,9 @@ from torch import nn
 from torch.optim import LBFGS, SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
+from amp_patch.session import session
+from amp_patch.step.given_gradients import NOT_CLEARED
+
 F16, F32 = torch.float16, torch.float32
 INF, NAN = float("inf"), float("nan")
 
@@ -176,6 +179,9 @@ def test_gradients_that_overflowed_skip_steps_until_they_are_cleared(
             optimizer.step()
             are_skipped.append(math.isinf(gradient))
             assert amp.step_was_skipped(optimizer) == are_skipped[-1]
+            reason = session.optimizers.steps[optimizer].skip.reason
+            assert bool(reason) == are_skipped[-1]
+            assert (reason == NOT_CLEARED) == (are_skipped[-1] and event != "overflow")
             weight -= 0.0 if are_skipped[-1] else 0.125 * gradient
             assert model.weight.item() == weight
         amp.deactivate()

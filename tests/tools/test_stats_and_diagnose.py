@@ -78,6 +78,27 @@ def test_diagnose_names_module_and_operator(imported: str) -> None:
     assert sorted(path.name for path in Path().iterdir()) == ["found", "train.py"]
 
 
+def test_steps_that_are_skipped_for_want_of_zero_grad_are_told() -> None:
+    script = textwrap.dedent(SCRIPT.format(imported="from amp_patch import amp", last=""))
+    clear, mean = "optimizer.zero_grad()", "mean()"
+    assert script.count(clear) == script.count(mean) == 1
+    script = script.replace(clear, "pass").replace(mean, "mean() / (step != 0)")
+    Path("train.py").write_text(script)
+    arguments = ["diagnose", "--steps", "6", "--out", "found", "--", "train.py", "0"]
+    CliRunner().invoke(main, arguments, prog_name="amp-patch")
+    found = json.loads(Path("found/diagnose.json").read_text())
+    assert (found["overflowed_steps"], found["uncleared_steps"]) == (1, 5)
+
+
+def test_what_is_not_cleared_is_told_once_below_the_first_line() -> None:
+    lines = diagnose.report(a_report(overflows=1, overflowed_steps=1, uncleared_steps=3), ["x"])
+    first, second = lines.splitlines()[:2]
+    assert first == "1 of 4 steps overflowed."
+    assert second.startswith("3 more were skipped, for the gradients of a skipped step were not")
+    one = diagnose.report(a_report(uncleared_steps=1), ["x"])
+    assert "1 more was skipped" in one
+
+
 def test_the_lines_for_a_rules_file_mend_what_overflowed(monkeypatch: pytest.MonkeyPatch) -> None:
     result = called("diagnose", "--steps", "3", value="300")
     lines = result.output.splitlines()
@@ -251,7 +272,7 @@ def test_more_steps_are_offered_where_nothing_but_the_scale_overflowed(
 
 def a_report(**found: Any) -> dict[str, Any]:
     nothing = {"steps": 4, "overflowed_steps": 0, "overflows": 0, "causes": []}
-    nothing["was_ended"] = False
+    nothing |= {"was_ended": False, "uncleared_steps": 0}
     empty = {"near_limits": {}, "hidden": [], "infinite_state": {}, "flushed_at": None}
     return {**nothing, **empty, **found}
 

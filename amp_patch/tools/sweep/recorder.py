@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_patch.patching import Patches
+from amp_patch.step.given_gradients import NOT_CLEARED
 from amp_patch.step.loss_scaling import Found, nonfinite
 from amp_patch.step.observers import StepObserver
 from amp_patch.step.skip import Skip
@@ -136,6 +137,7 @@ class Recorder(StepObserver):
         self._heard = _Heard()
         step.seconds += seconds
         step.skipped |= skip.was_skipped
+        step.uncleared |= skip.reason == NOT_CLEARED
         step.counted |= counted
         step.tensors = tensors or step.tensors
         step.memory, step.rss = peak_on_device(), peak_rss()

@@ -26,6 +26,7 @@ class Step:
         losses: what was passed to ``scale_loss``, one number for each loss: its mean over passes.
         scales: number of a loss scaler -> what it multiplied the loss by.
         skipped: whether an optimizer's step was skipped.
+        uncleared: whether it was for gradients of a skipped step that were not cleared.
         overflows: names of parameters whose gradients were inf or NaN, with which it was;
             at most 50.
         norm: 2-norm of the gradients before clipping, where the script clips them.
@@ -40,6 +41,7 @@ class Step:
     losses: list[float] = field(default_factory=list)
     scales: dict[str, float] = field(default_factory=dict)
     skipped: bool = False
+    uncleared: bool = False
     overflows: list[list[str]] = field(default_factory=list)
     norm: float | None = None
     memory: int | None = None

@@ -112,7 +112,13 @@ def _divergence(steps: Sequence[Step]) -> tuple[int, str] | None:
         return large, f"from then on the loss is more than {BLOWN_UP:,.0f} times what it was"
     skipped = _trailing(step.skipped for step in steps)
     if skipped >= STUCK:
-        return skipped, f"from then on every step is skipped, {skipped} of them"
+        words = f"from then on every step is skipped, {skipped} of them"
+        if steps[-1].uncleared:
+            words += (
+                ", for the gradients of a skipped step are not cleared: call optimizer.zero_grad() "
+                "between steps"
+            )
+        return skipped, words
     return None
 
 

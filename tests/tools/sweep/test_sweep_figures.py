@@ -95,6 +95,13 @@ def test_the_verdict_says_what_became_of_a_level(run, kind: str, step, words: st
     assert re.search(words, verdict.reason)
 
 
+def test_steps_that_are_skipped_for_want_of_zero_grad_are_told() -> None:
+    run = made_run("O1", FALLING, skipped=range(2, 41))
+    assert "zero_grad" not in verdicts.verdict_of([run], [], 0.05).reason
+    run.steps[-1].uncleared = True
+    assert "call optimizer.zero_grad() between steps" in verdicts.verdict_of([run], [], 0.05).reason
+
+
 @pytest.mark.parametrize(
     ("losses", "skipped", "at_step", "words"),
     [
