@@ -74,7 +74,7 @@ def equality(value: Value, constant: Value) -> Truth:
 
 
 def one_of(found: list[Guards], otherwise: Guards | None) -> Guards | None:
-    """Return the only set of guards; None for none, and ``otherwise`` for several."""
-    if not found:
-        return None
-    return found[0] if len(found) == 1 else otherwise
+    """Return the only set of guards; None for none; of several what all have and ``otherwise``."""
+    if len(found) < 2 or otherwise is None:
+        return found[0] if len(found) == 1 else None
+    return frozenset.intersection(*found) | otherwise

@@ -10,9 +10,9 @@ from amp_patch.tools.check.trace import Initialization, Trace
 from .registry import rule
 
 #: Functions of gradients that are no multiples of a factor which these have.
-_CURVED = ("clamp", "clip", "hardtanh", "normalize")
+_CURVED = ("clamp", "clip", "hardtanh", "normalize", "tanh")
 #: What makes a gradient that nothing has scaled.
-_CONSTANTS = ("full", "full_like", "ones", "ones_like")
+_CONSTANTS = ("full", "full_like", "new_full", "new_ones", "ones", "ones_like")
 #: What is asked of gradients that has no factor of theirs.
 _FACTS = ("device", "dim", "dtype", "ndim", "new_ones", "numel", "shape", "size")
 #: A lower bound up to it keeps a divisor from 0.
@@ -101,7 +101,8 @@ def _constant(nodes: list[ast.AST], grads: set[str]) -> Iterator[tuple[ast.AST, 
     for node in nodes:
         if isinstance(node, ast.Return):
             results = node.value.elts if isinstance(node.value, ast.Tuple) else [node.value]
-            if any(_is_constant(one, grads) or _is_in(one, made) for one in results):
+            is_own = any(_is_constant(one, grads) or _is_in(one, made) for one in results)
+            if is_own or any(_is_added(one, nodes, grads) for one in results):
                 yield node, "a gradient that is not multiplied by the loss scale"
 
 
@@ -129,8 +130,34 @@ def _multiplied(nodes: list[ast.AST], grads: set[str]) -> set[str]:
 
 
 def _is_constant(node: ast.AST | None, grads: set[str]) -> bool:
-    """Return whether a call makes a tensor of a number that is none of the gradients'."""
+    """Return whether a tensor is made of numbers that are none of the gradients', or their signs.
+
+    Also one that is negated, or multiplied or divided by what has no gradients.
+    """
+    if isinstance(node, ast.UnaryOp):
+        return _is_constant(node.operand, grads)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Mult, ast.Div)):
+        sides = (node.left, node.right)
+        is_made = any(_is_constant(one, grads) for one in sides)
+        return is_made and not any(
+            _has(one, grads) and not _is_constant(one, grads) for one in sides
+        )
+    if _name(node) == "sign":
+        return True
     return isinstance(node, ast.Call) and _name(node) in _CONSTANTS and not _fills(node, grads)
+
+
+def _is_added(node: ast.AST | None, nodes: list[ast.AST], grads: set[str]) -> bool:
+    """Return whether to gradients something is added that nothing has made of them."""
+    if not (isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Sub))):
+        return False
+    sides = (node.left, node.right)
+    own = [one for one in sides if not _has(one, grads)]
+    if len(own) != 1 or not _names(own[0]):
+        return False
+    calls = (one for one in nodes if isinstance(one, ast.Call) and _has(one, grads))
+    written = set().union(*(_names(argument) for one in calls for argument in one.args))
+    return _names(own[0]).isdisjoint(written | _multiplied(nodes, grads))
 
 
 def _fills(call: ast.Call, grads: set[str]) -> bool:
@@ -164,6 +191,8 @@ def _has(node: ast.AST, names: set[str]) -> bool:
         return False
     if isinstance(node, ast.Name):
         return node.id in names
+    if isinstance(node, ast.Call) and _name(node) in _CONSTANTS:
+        return _fills(node, names)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) and _has(node.right, names):
         return False  # of gradients to gradients
     return any(_has(one, names) for one in ast.iter_child_nodes(node))

@@ -129,6 +129,16 @@ def _is_of(param: Value, models: set[Value]) -> bool:
     return any(isinstance(one, Params) and one.owner in models for one in param.deps)
 
 
+def _copied(value: Value | None) -> Value | None:
+    """Return what ``.detach()`` and ``.clone()`` are called of."""
+    while value is not None and value.source is not None and value.source.name in _COPIES:
+        value = value.source.receiver
+    return value
+
+
+_COPIES = (".detach", ".clone")
+
+
 @rule(
     "half-square",
     "gradients of half parameters are squared in float16, where that of one below 2e-4 is 0",
@@ -137,7 +147,7 @@ def _is_of(param: Value, models: set[Value]) -> bool:
 def half_square(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
     """``p.grad ** 2`` of ``model.parameters()`` at O2 and O3, as of Fisher information."""
     for call in trace.named("Pow", ".pow", ".square", "torch.pow", "torch.square"):
-        squared = call.receiver or call.arguments.get("input", 0)
+        squared = _copied(call.receiver or call.arguments.get("input", 0))
         numbers = [one.value for one in call.arguments.values() if isinstance(one, Const)]
         is_other = isinstance(squared, Cast) or any(one != 2 for one in numbers)  # or a root
         param = None if is_other else gradient_of(squared)
