@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from amp_patch import kernels
@@ -183,37 +182,6 @@ class Gradients:
             for param, master in zip(*pairs, strict=True)
             if param is not master and id(param) in cleared
         )
-
-    @staticmethod
-    def show_one(pairs: ParamPairs) -> Tensor | None:
-        """Let one master have a gradient, whose half parameter has one, and return it.
-
-        What an optimizer's ``zero_grad`` makes of it says how it clears. It is a small one.
-        """
-        rows = [row for row in zip(*pairs, strict=True) if row[0] is not row[1]]
-        masters = [master for param, master in rows if _has_grad(param)]
-        if not masters:
-            return None
-        smallest = min(masters, key=torch.numel)
-        if not _has_grad(smallest):
-            store_grad(smallest, torch.zeros_like(smallest))
-        return smallest
-
-    @staticmethod
-    def clear_halves(pairs: Iterable[tuple[Tensor, Tensor]], set_to_none: bool) -> None:
-        """Clear those of half parameters, as ``optimizer.zero_grad`` has cleared the masters'.
-
-        A master gets zeros with the step, of its parameter, and what a backward adds to these.
-
-        Args:
-            pairs: each half parameter with its master.
-            set_to_none: False: they are 0 then, where there are some.
-        """
-        for param, master in pairs:
-            if set_to_none or param.grad is None:
-                param.grad = None
-            else:
-                param.grad, master.grad = torch.zeros_like(param.grad), None
 
     def follow_cleared_by_step(self, pairs: ParamPairs) -> None:
         """Clear those of half parameters whose masters' the step has cleared itself.

@@ -34,6 +34,7 @@ from .held_params import HeldParams
 from .observers import Observers
 from .optimizer_backward import OptimizerBackward
 from .optimizer_state import OptimizerState
+from .own_zero_grad import OwnZeroGrad, clear_halves
 from .replaced_methods import ReplacedMethods, own_methods, takes_hooks
 from .shown_gradients import WATCHED_PASSES
 from .skip import Skip
@@ -467,20 +468,33 @@ class OptimizerStep:
         else:
             if self._fused is not None:
                 self._fused.lazy.materialize_or_drop()  # written or not, they are cleared
-            told = args[0] if args else kwargs.get("set_to_none")
-            # an optimizer's own zero_grad() may set zeros without being told to
-            looks = told is None and self.masters is not None
-            seen = gradients.show_one(self.backward.pairs()) if looks else None
-            with self.methods.in_original():
-                original(*args, **kwargs)
-            if self.masters is not None:
-                is_none = seen is None or stored_grad(seen) is None
-                set_to_none = is_none if told is None else bool(told)
-                # not those of `pairs`: a checkpoint may have put half ones into the groups
-                gradients.clear_halves(self.masters.pairs(), set_to_none)
+            if not self._clear_otherwise(original, *args, **kwargs):
+                return
         gradients.clear_elsewhere()
         self.backward.forget_gradients()
         self.skip.forget_cleared()  # what overflowed is gone
+
+    def _clear_otherwise(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
+        """Clear as torch with arguments or an optimizer's own ``zero_grad`` does; half ones, too.
+
+        Returns:
+            False where that has left gradients of some groups; it is noted which it has not.
+        """
+        optimizer, own = self.optimizer, None
+        # not those of `backward.pairs()`: a checkpoint may have put half ones into the groups
+        pairs = [] if self.masters is None else list(self.masters.pairs())
+        if pairs and optimizer is not None and not self._clears_plainly:
+            own = OwnZeroGrad(optimizer.param_groups, pairs)
+        with self.methods.in_original():
+            original(*args, **kwargs)
+        if own is None:
+            clear_halves(pairs, bool(args[0] if args else kwargs.get("set_to_none", True)))
+            return True
+        cleared = own.follow()
+        if cleared is not None:
+            self.backward.note_cleared_by_model(cleared)
+            self.backward.follow_cleared(cleared)
+        return cleared is None
 
 
 def is_stepping() -> bool:
