@@ -260,3 +260,23 @@ def test_a_backward_of_its_own_counts_after_they_were_cleared_by_hand(
     before = values(second)
     second.step()
     assert not any(map(torch.equal, before, values(second)))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_those_that_its_own_block_took_over_may_be_dropped_by_hand(
+    amp: ModuleType, level: str
+) -> None:
+    model, first, second = prepared(amp, level)
+    for optimizer in (first, second):
+        with amp.scale_loss(loss_of(model), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        if optimizer is first:
+            first.step()
+            first.zero_grad()
+    for param in (*model.second.parameters(), *amp.master_params(second)):
+        param.grad = None
+    before = values(second)
+    with amp.scale_loss(loss_of(model), second) as scaled_loss:
+        scaled_loss.backward()
+    second.step()
+    assert not any(map(torch.equal, before, values(second)))

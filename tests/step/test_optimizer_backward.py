@@ -1,12 +1,13 @@
 """One optimizer around its backward passes: what is refused, what `release` leaves."""
 
+import copy
 from collections.abc import Callable
 from types import ModuleType
 
 import pytest
 import torch
 from support import scaled_backward
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from amp_patch.step.held_params import HeldParams
@@ -217,3 +218,29 @@ def test_gradients_that_were_cleared_by_hand_are_not_back_behind_deactivate(
     zero(model, optimizer)
     amp.deactivate()
     assert not any(param.grad is not None and param.grad.any() for param in model.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:a hook of a parameter")
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_masters_that_a_hook_reads_in_the_backward_get_no_scaled_gradients(
+    amp: ModuleType, level: str
+) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model = copy.deepcopy(plain)
+    optimizer, plain_optimizer = (SGD(one.parameters(), lr=0.1) for one in (model, plain))
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=2.0**12, verbosity=0)
+    read: list[Tensor] = []
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(
+            lambda _: read.extend(one.detach().clone() for one in amp.master_params(optimizer))
+        )
+    for one, stepped in ((model, optimizer), (plain, plain_optimizer)):
+        for _ in range(2):
+            loss = one(torch.linspace(-1, 1, 8).reshape(2, 4)).float().square().mean()
+            scaled_backward(amp, loss, stepped) if one is model else loss.backward()
+            stepped.step()
+            stepped.zero_grad()
+    assert len(read) == 2 * 4 * 4
+    found = [param.float() for param in model.parameters()]
+    torch.testing.assert_close(found, list(plain.parameters()), rtol=0.02, atol=0.01)

@@ -342,3 +342,28 @@ def test_gradients_of_a_users_class_are_stepped(amp: ModuleType, level: str) -> 
         amp.deactivate()
     for one, other in zip(*trained, strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_beside_a_sparse_gradient_a_master_may_have_one_of_the_scripts(
+    amp: ModuleType, level: str
+) -> None:
+    class Looked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.layer = nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4)
+            self.unused = nn.Linear(4, 4)
+
+        def forward(self, index: Tensor) -> Tensor:
+            outputs: Tensor = self.layer(self.table(index))
+            return outputs
+
+    model = Looked()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    loss = model(torch.tensor([1, 2, 3])).float().square().mean()
+    scaled_backward(amp, loss, optimizer)
+    last = list(amp.master_params(optimizer))[-1]
+    last.grad = torch.full_like(last, 2.0)
+    assert amp.clip_grad_norm_(optimizer, 1e-3) >= 4.0  # the norm of the four twos
+    torch.testing.assert_close(last.grad.norm(), torch.tensor(1e-3), rtol=0.1, atol=0)
