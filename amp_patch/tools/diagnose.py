@@ -40,10 +40,11 @@ def command(
     observed = observe(tool, script, {"steps": steps}, opt_level)
     found = observed.first()
     if len(observed.found) > 1:
-        # A step is skipped on all ranks where one overflows, but not every script does that.
-        found = max(observed.found, key=lambda one: int(one["overflows"]))
+        found = max(observed.found, key=_found_out)
         count = len(observed.found)
-        click.echo(f"{count} processes; told is the one with the most overflows.", err=True)
+        click.echo(
+            f"{count} processes; told is the one that shows most of what overflowed.", err=True
+        )
     click.echo(report(found, script))
     if folder is not None:
         path = folder / "diagnose.json"
@@ -71,6 +72,15 @@ _FLUSHED = (
     "them does not train. Call amp.initialize(..., loss_scale='dynamic'), whose scale doubles "
     "after each 2000 finite steps, from init_scale on; or take O4 or O5, whose bfloat16 holds them."
 )
+
+
+def _found_out(found: dict[str, Any]) -> tuple[int, int]:
+    """Return how many overflows a process can explain, and how many it had.
+
+    A step is skipped on all ranks where one overflows, but only that one has the cause.
+    """
+    known = (one["count"] for one in found["causes"] if one["where"] != "unknown")
+    return sum(known), int(found["overflows"])
 
 
 def report(found: dict[str, Any], script: Sequence[str]) -> str:

@@ -408,3 +408,15 @@ def test_of_several_processes_the_one_that_overflows_is_told(monkeypatch) -> Non
     assert result.exit_code == 0, result.output
     assert "3 processes" in result.output
     assert "3 of 4 steps overflowed" in result.output
+
+
+def test_of_ranks_that_skipped_alike_the_one_with_the_cause_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    alike = {"overflows": 2, "overflowed_steps": 2}
+    unknown = a_report(**alike, causes=[a_cause(where="unknown", text="not found", count=2)])
+    known = a_report(**alike, causes=[a_cause(where="forward", text="the head", count=1)])
+    monkeypatch.setattr(diagnose, "observe", lambda *_: Observed([unknown, known, unknown], ""))
+    result = CliRunner().invoke(main, ["diagnose", "--", "train.py"], prog_name="amp-patch")
+    assert "the head" in result.output
+    assert "not found" not in result.output

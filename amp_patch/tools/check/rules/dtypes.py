@@ -97,10 +97,17 @@ def _is_half(value: Value) -> bool:
     "call the model: model(inputs)",
 )
 def forward_call(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
-    """A direct call of ``forward`` of a model that is initialized."""
+    """A direct call of ``forward`` of a model whose hooks cast: O1 and O4 have none by default."""
     for call in trace.named(".forward"):
-        if call.receiver is not None and trace.of_models(call.receiver, call):
+        inits = [] if call.receiver is None else trace.of_models(call.receiver, call)
+        if any(
+            not one.levels or one.is_at("O2", "O3", "O5") or _casts_outputs(one) for one in inits
+        ):
             yield call.node, "model.forward()"
+
+
+def _casts_outputs(one: Initialization) -> bool:
+    return "cast_model_outputs" in one.call.arguments.keywords
 
 
 @rule(

@@ -130,13 +130,9 @@ def _is_of(param: Value, models: set[Value]) -> bool:
 
 
 def _copied(value: Value | None) -> Value | None:
-    """Return what ``.detach()`` and ``.clone()`` are called of."""
-    while value is not None and value.source is not None and value.source.name in _COPIES:
-        value = value.source.receiver
-    return value
-
-
-_COPIES = (".detach", ".clone")
+    """Return what is cloned, where that is what a value is."""
+    source = None if value is None else value.source
+    return source.receiver if source is not None and source.name == ".clone" else value
 
 
 @rule(

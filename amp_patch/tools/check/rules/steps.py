@@ -27,10 +27,12 @@ WRITES = (
 
 
 def gradient_of(value: Value | None) -> Value | None:
-    """Return the parameter whose ``.grad`` or ``.grad.data`` a value is; None for another."""
+    """Return the parameter whose gradient a value is: ``.grad``, ``.grad.data`` or detached."""
     found = None if value is None else root(value)
     if isinstance(found, Member) and found.name == "data":
         found = found.owner
+    elif found is not None and found.source is not None and found.source.name == ".detach":
+        return gradient_of(found.source.receiver)
     return found.owner if isinstance(found, Member) and found.name == "grad" else None
 
 
