@@ -559,3 +559,15 @@ def test_what_was_trained_and_frozen_again_is_not_rounded(amp: ModuleType, level
     assert torch.equal(model.state_dict()["0.weight"].float(), trained_value)
     amp.deactivate()
     assert torch.equal(model[0].weight.float(), trained_value)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_numbers_that_half_cannot_hold_are_loaded_in_fp32(amp: ModuleType, level: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].half().requires_grad_(False)
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model.load_state_dict({k: torch.full(v.shape, 0.1) for k, v in model.state_dict().items()})
+    for name, value in model.state_dict().items():
+        assert value.dtype is torch.float32, name
+        assert torch.equal(value, torch.full_like(value, 0.1)), name

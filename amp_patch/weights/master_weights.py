@@ -100,7 +100,7 @@ class MasterWeights:
         self._moves = values.moves
 
     def _forget_places(self) -> None:
-        self._known: tuple[int, Sequence[int]] | None = None
+        self._known: tuple[int, int, Sequence[int]] | None = None
         self._masters_at = ()
         self._cast = kernels.Cast([], [])
         self._comparison = kernels.Comparison([], [])
@@ -444,7 +444,7 @@ class MasterWeights:
         """Round the masters into the half parameters, unless the step has written these, too."""
         self.agreements += 1
         self.catch_up()
-        if self._known is None:  # a step that nobody has seen begin, as SGD.step(optimizer)
+        if self._known is None:  # a step not seen to begin: SGD.step(optimizer, closure)
             self._compare()
         versions = self._versions_of(self._masters)
         if not are_written:
@@ -559,7 +559,7 @@ class MasterWeights:
         params = self._local(self._params)
         if places is None:
             places = list(map(Tensor.data_ptr, params))
-        known = self._values.loads, places
+        known = self._values.loads, self._values.moves, places
         if known != self._known:
             self._follow_devices()
             self._known = known

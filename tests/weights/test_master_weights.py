@@ -1034,3 +1034,23 @@ def test_masters_go_with_the_optimizer_and_the_model(amp: ModuleType) -> None:
         assert [reference() for reference in references] == [None] * 3
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_the_first_step_may_be_the_classs_with_a_closure(amp: ModuleType, level: str) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = SGD(model.parameters(), lr=0.5)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    before = [param.detach().clone() for param in model.parameters()]
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 4)).float().square().mean()
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        return loss
+
+    SGD.step(optimizer, closure)
+    assert not any(map(torch.equal, before, model.parameters()))
+    for half, master in zip(model.parameters(), amp.master_params(optimizer), strict=True):
+        assert torch.equal(half, master.to(half.dtype))

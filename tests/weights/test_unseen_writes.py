@@ -370,3 +370,37 @@ def test_nothing_is_looked_at_where_numbers_are_missing() -> None:
     writes.note(masters)
     writes.show(masters, masters)
     assert masters[0]._version == 0
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_a_weight_that_is_set_to_its_transpose_stays_so(amp: ModuleType, level: str) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        scaled_backward(amp, model(torch.ones(2, 4)).float().sum(), optimizer)
+        optimizer.step()
+
+    step()
+    before = model.weight.detach().clone()
+    model.weight.data = model.weight.data.t()  # in the same memory
+    step()
+    assert torch.equal(model.weight, before.t())
+    assert torch.equal(model.state_dict()["weight"].to(before.dtype), before.t())
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_weight_of_another_shape_that_no_step_has_taken_is_released(
+    amp: ModuleType, level: str
+) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    scaled_backward(amp, model(torch.ones(2, 4)).float().sum(), optimizer)
+    optimizer.step()
+    model.weight.data, model.bias.data = torch.full((2, 4), 0.5), torch.zeros(2)  # pruned
+    amp.deactivate()
+    assert {param.dtype for param in model.parameters()} == {torch.float32}
+    assert model(torch.ones(1, 4)).tolist() == [[2.0, 2.0]]

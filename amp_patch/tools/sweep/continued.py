@@ -17,8 +17,8 @@ MANY_ERRORS = 4
 def continued(runs: Sequence[Run]) -> list[str]:
     """Return the levels of runs that seem not to have begun from scratch.
 
-    Such a run makes no steps, for none are left, or begins with about the loss that the first run
-    has ended with.
+    Such a run makes no steps, for none are left, or has the state of an optimizer before its first
+    step, which the first run had not, or begins with about the loss that the first has ended with.
 
     Args:
         runs: in the order in which they were made.
@@ -31,7 +31,7 @@ def continued(runs: Sequence[Run]) -> list[str]:
 
 
 def _goes_on(run: Run, first: Run) -> bool:
-    if run.outcome.kind == NO_STEPS:
+    if run.outcome.kind == NO_STEPS or run.resumed and not first.resumed:
         return True
     end = first.final_loss
     if end is None or not run.losses or not math.isfinite(end + run.losses[0]):

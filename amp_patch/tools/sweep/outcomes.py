@@ -72,6 +72,11 @@ class Run:
         return self.outcome.kind == FINISHED
 
     @property
+    def resumed(self) -> bool:
+        """Whether an optimizer had the state of steps before the first one."""
+        return bool(self.about.get("resumed"))
+
+    @property
     def losses(self) -> list[float]:
         """The losses of the steps that had one."""
         return [step.loss for step in self.steps if step.loss is not None]

@@ -13,7 +13,7 @@ import os
 import platform
 import time
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -75,6 +75,7 @@ class Recorder(StepObserver):
         self._written = 0
         self._last_round: dict[int, int] = {}
         self._is_alone = False
+        self._has_state: bool | None = None  # of an optimizer, before its first step
         self._counting: tuple[int, LivingTensors] | None = None
         self._has_counted = self._is_over = self._has_ended = False
         self._since, self._aside_seconds = time.perf_counter(), 0.0
@@ -94,6 +95,8 @@ class Recorder(StepObserver):
     ) -> None:
         """Keep the loss until the step's end: to read it would wait for the device."""
         with self._aside():
+            if self._has_state is None:
+                self._has_state = any(map(_has_stepped, self._session.optimizers.steps))
             key = (scaler_id, *sorted(map(self._numbers.of, optimizers)))
             self._heard.losses.setdefault(key, []).append(_held(loss))
             self._heard.scales[scaler_id] = _held(scale) if isinstance(scale, Tensor) else scale
@@ -183,7 +186,7 @@ class Recorder(StepObserver):
 
     def _write(self) -> None:
         if not self._written:
-            self._lines.write({"about": about()})
+            self._lines.write({"about": {**about(), "resumed": bool(self._has_state)}})
             at_end(self.end)  # before the file is closed, which was registered just now
         self._written += 1
         self._lines.write(self._round.as_line())
@@ -236,6 +239,12 @@ class _Heard:
         step.overflows = (step.overflows + self.overflows)[:MOST_NAMES]
         if self.norms:
             step.norm = math.hypot(step.norm or 0.0, *(norm.item() for norm in self.norms))
+
+
+def _has_stepped(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer has the state of steps, its own or of a checkpoint."""
+    states = [state for state in optimizer.state.values() if isinstance(state, Mapping)]
+    return any(float(state.get("step", 1)) > 0 for state in states if state)
 
 
 def about() -> dict[str, Any]:

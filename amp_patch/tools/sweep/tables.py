@@ -11,6 +11,7 @@ from rich.text import Text
 
 from . import wording
 from .comparison import Comparison, Row
+from .outcomes import NO_STEPS
 from .recommendation import Recommendation
 from .verdicts import DEVIATES, OK, REFERENCE
 
@@ -92,14 +93,16 @@ def remarks(comparison: Comparison) -> list[str]:
     """Return what is to be said of levels, and of the figures."""
     alike: dict[str, list[str]] = {}
     for row in comparison.rows:
-        if row.verdict.reason:
+        # a run that goes on from another one's end has no steps left: the script is not to blame
+        is_over = row.verdict.kind == NO_STEPS and row.level in comparison.continued
+        if row.verdict.reason and not is_over:
             words = f"{row.verdict.short}: {row.verdict.reason.rstrip('.')}."
             alike.setdefault(words, []).append(row.level)
     for row in comparison.rows:
         for words in _skips(row):
             alike.setdefault(words, []).append(row.level)
         words = _fewer_steps(row, comparison.reference)
-        if words:
+        if words and row.level not in comparison.continued:
             alike.setdefault(words, []).append(row.level)
     lines = [f"{', '.join(levels)}: {words}" for words, levels in alike.items()]
     lines += _beginnings(comparison)

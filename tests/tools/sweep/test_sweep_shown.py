@@ -158,6 +158,25 @@ def test_a_level_that_goes_on_from_what_another_saved_is_named(
     assert [line.partition(":")[0] for line in lines] == ["O5"] * goes_on
 
 
+def test_a_level_that_had_an_optimizers_state_goes_on_though_its_loss_does_not_show_it() -> None:
+    runs = [made_run("O0", FALLING), made_run("O1", FALLING[:3])]
+    words = "as early stopping does"
+    assert compared(runs, 1e-6).continued == []
+    assert any(words in line for line in tables.remarks(compared(runs, 1e-6)))
+    runs[1].about["resumed"] = True
+    assert compared(runs, 1e-6).continued == ["O1"]
+    assert not any(words in line for line in tables.remarks(compared(runs, 1e-6)))
+    runs[0].about["resumed"] = True  # each begins with what was learned before
+    assert compared(runs, 1e-6).continued == []
+
+
+def test_a_level_for_which_no_steps_were_left_is_not_told_of_its_optimizer() -> None:
+    runs = [made_run("O0", FALLING), made_run("O1", [], outcome="no steps", reason="no optimizer")]
+    lines = tables.remarks(compared(runs, 0.05))
+    assert not any("no optimizer" in line for line in lines)
+    assert any("by {run} in" in line for line in lines)
+
+
 def test_nothing_goes_on_where_nothing_has_ended() -> None:
     crashed = made_run("O0", FALLING, outcome="crashed")
     assert compared([crashed, made_run("O1", [], outcome="no steps")], 0.05).continued == []
