@@ -8,6 +8,9 @@ from typing import Any, NamedTuple
 
 from amp_patch.session import session
 
+#: How many optimizers, and how many losses, the words tell of.
+_MOST_LINES = 20
+
 
 class OptimizerSummary(NamedTuple):
     """The steps of one optimizer.
@@ -56,6 +59,13 @@ class LossSummary(NamedTuple):
         return f"loss {self.number}: scale {self.scale:g}, {kind}; {overflows}"
 
 
+def _last(several: Sequence[object], what: str) -> list[str]:
+    """Return a line for each of the last ones: of many folds, say, each has an optimizer."""
+    earlier = len(several) - _MOST_LINES
+    first = [f"{earlier} earlier {what}: see amp.summary().{what}"] if earlier > 0 else []
+    return [*first, *map(str, several[-_MOST_LINES:])]
+
+
 class Summary(NamedTuple):
     """What `amp.initialize` has set up, and what came of it since.
 
@@ -85,7 +95,8 @@ class Summary(NamedTuple):
         if self.since is None:
             return "amp is disabled (enabled=False): nothing is cast, scaled or counted."
         head = f"amp at {', '.join(self.levels)} since {self.since:%Y-%m-%d %H:%M:%S}"
-        return "\n  ".join([head, *map(str, self.optimizers), *map(str, self.losses)])
+        optimizers = _last(self.optimizers, "optimizers")
+        return "\n  ".join([head, *optimizers, *_last(self.losses, "losses")])
 
     def to_json(self) -> dict[str, Any]:
         """Return all of it as what JSON can hold."""

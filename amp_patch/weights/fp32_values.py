@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
-from itertools import chain, compress
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,106 +23,10 @@ from amp_patch.distributed.process_groups import is_on
 from amp_patch.distributed.shards import detached, is_spread, place, same_numbers, version_of
 from amp_patch.kernels.without_grad import without_grad
 
-from .half_bits import bits_of, can_be_compared, compared, have_same_bits, is_plain
+from .alike_values import AlikeValues
+from .half_bits import bits_of, have_same_bits, is_plain
 from .handed_out import HandedOut
-
-
-class _Clock:
-    """Counts how often any `Versions` was told of values that the user was given, or has back."""
-
-    def __init__(self) -> None:
-        self.time = 0
-
-    def tick(self) -> int:
-        self.time += 1
-        return self.time
-
-
-_clock = _Clock()
-
-
-class Versions:
-    """Versions of values and parameters, which tell later what was written to.
-
-    An optimizer has one object for all of its masters, so that a step notes all in one assignment.
-
-    Attributes:
-        equal: of each value, when it and its parameter were equal.
-        given: of each parameter and its value, when the user was given the values, and may have
-            written to them by ``.data``, which moves no version. None of a pair that was equal
-            since; empty where the user was given none.
-    """
-
-    def __init__(self, equal: list[int] | None = None) -> None:
-        self.equal = equal or []
-        self.given: list[tuple[int, int] | None] = []
-        self.given_at = 0
-
-    def give(self, params: Sequence[int], values: Sequence[int]) -> None:
-        """The user is given all values."""
-        self.given = list(zip(params, values, strict=True))
-        self._note_when()
-
-    def give_again(self, rows: Sequence[int], params: Sequence[int], values: Sequence[int]) -> None:
-        """Parameters equal now what the user was given of them."""
-        for row, *versions in zip(rows, params, values, strict=True):
-            self.given[row] = (versions[0], versions[1])
-        self._note_when()
-
-    def end_giving(self) -> None:
-        """The user writes to none of them any more, and parameters equal them."""
-        self.given = []
-        self._note_when()
-
-    def _note_when(self) -> None:
-        self.given_at = _clock.tick()
-
-    def all_win(self, params: Sequence[int]) -> bool:
-        """Return True where all parameters surely have to follow their values; as most often.
-
-        The user was given all, and wrote to no parameter since, and nothing was given or ended by
-        another optimizer, which may step some of them as well.
-        """
-        if self.given_at != _clock.time or len(self.given) != len(params):
-            return False
-        then = [given and given[0] for given in self.given]
-        return then == params
-
-
-class _Value:
-    """One fp32 value, and what tells whether it was written to since the parameter equalled it.
-
-    Attributes:
-        value: fp32; the master itself where an optimizer steps one.
-        noted: where its versions are noted, and its index there. Where two optimizers step the
-            parameter both have noted them: it was written to only if its version is neither's.
-    """
-
-    __slots__ = ("noted", "value")
-
-    def __init__(self, value: Tensor) -> None:
-        self.value = value
-        self.noted: list[tuple[Versions, int]] = []
-
-    def note_equal(self) -> None:
-        for versions, index in self.noted:
-            versions.equal[index] = version_of(self.value)
-            if index < len(versions.given):
-                versions.given[index] = None
-
-    def wins(self, param_now: int) -> bool:
-        """Return whether the parameter has to follow the value, see `FP32Values`.
-
-        Args:
-            param_now: see `FP32Values.version_of`.
-        """
-        version = version_of(self.value)
-        last, index = max(self.noted, key=lambda noted: noted[0].given_at)
-        given = last.given[index] if index < len(last.given) else None  # one may have come since
-        if given is not None:
-            param_then, value_then = given
-            return param_now == param_then or version != value_then
-        return all(versions.equal[index] != version for versions, index in self.noted)
+from .versions import NotedValue, Versions
 
 
 class FP32Values:
@@ -164,11 +68,9 @@ class FP32Values:
         """Forget every value."""
         self.sums.clear()
         self.writes.clear()
-        # Of half tensors, by their ids, that are their values, rounded: these, and the versions of
-        # both when a state dict was begun, say; and the id of its model.
-        self._alike: dict[int, tuple[Tensor, int, int]] = {}
-        self._alike_of = 0
-        self._values: MutableMapping[Tensor, _Value] = WeakTensorKeyDictionary()
+        self._alike = AlikeValues()
+        self._state_of = 0  # the id of the model whose state dict is being made
+        self._values: MutableMapping[Tensor, NotedValue] = WeakTensorKeyDictionary()
         self._came_in: MutableMapping[Tensor, torch.dtype] = WeakTensorKeyDictionary()
         self._stored: MutableMapping[Tensor, None] = WeakTensorKeyDictionary()
         self._converted: set[int] = set()
@@ -184,7 +86,7 @@ class FP32Values:
             versions: where those of ``value`` are noted; an object of its own if None.
             index: the place in ``versions``.
         """
-        entry, known = _Value(value), self._values.get(param)
+        entry, known = NotedValue(value), self._values.get(param)
         entry.noted.append((Versions([0]) if versions is None else versions, index))
         entry.note_equal()
         if versions is not None and known is not None and _share_memory(known.value, value):
@@ -194,7 +96,7 @@ class FP32Values:
 
     def doubt(self, param: Tensor) -> None:
         """A script is about to read a parameter's ``.data``, to which it may write."""
-        self._alike.pop(id(param), None)
+        self._alike.doubt(param)
 
     def note_set(self, param: Tensor, new: Tensor) -> None:
         """A script is about to set ``param.data``, which moves no version.
@@ -306,7 +208,7 @@ class FP32Values:
         try:
             return list(map(self._compared_value, params))
         finally:
-            self._alike = {}
+            self._alike.clear()
 
     @without_grad
     def exact(self, param: Tensor) -> Tensor:
@@ -327,10 +229,8 @@ class FP32Values:
 
     def _compared_value(self, param: Tensor) -> Tensor:
         """Return what `exact` does, without a look where `_compare` has looked at it before."""
-        known = self._alike.get(id(param))
-        if known is None or known[1:] != (param._version, known[0]._version):
-            return self.exact(param)
-        return self._as_it_came(param, known[0].detach())
+        known = self._alike.get(param)
+        return self.exact(param) if known is None else self._as_it_came(param, known.detach())
 
     def _as_it_came(self, param: Tensor, value: Tensor) -> Tensor:
         came_in = None if param.requires_grad else self._came_in.get(param)
@@ -383,23 +283,12 @@ class FP32Values:
         self._compare(
             param for one in modules for param in one._parameters.values() if param is not None
         )
-        self._alike_of = id(model)
+        self._state_of = id(model)
 
     def _compare(self, tensors: Iterable[Tensor]) -> None:
-        """Note the values that half tensors are, rounded, with the versions of both.
-
-        A script that reads or sets the ``.data`` of one may write to it without a version: see
-        `doubt`.
-        """
-        pairs = [
-            (entry.value, tensor)
-            for tensor in tensors
-            if (entry := self._values.get(tensor)) is not None
-            and can_be_compared(entry.value, tensor)
-        ]
-        # Before they are compared: what is written while they are is of another version.
-        known = [(id(one), (value, one._version, value._version)) for value, one in pairs]
-        self._alike = dict(compress(known, compared(pairs)))
+        """Look which half tensors are their values, rounded; see `AlikeValues`."""
+        pairs = [(value, one) for one in tensors if (value := self.value_of(one)) is not None]
+        self._alike.compare(pairs)
 
     def write_state(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
         """Put the values of what was converted in ``module`` itself into a state dict."""
@@ -421,8 +310,8 @@ class FP32Values:
                     self.handed_out.note(module, value)
                 is_master = self._is_stepped(tensor, value)
                 self.handed_out.add(module, tensor, value, bits, is_master=is_master)
-        if id(module) == self._alike_of:  # the last one
-            self._alike = {}
+        if id(module) == self._state_of:  # the last one
+            self._alike.clear()
 
     def _is_stepped(self, tensor: Tensor, value: Tensor) -> bool:
         """Return whether a value is a master, whose version tells of most writes."""

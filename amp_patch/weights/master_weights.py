@@ -25,7 +25,7 @@ from amp_patch.distributed.shards import is_spread, local, same_numbers, set_dat
 from amp_patch.kernels import small_tensors, torch_kernels
 from amp_patch.kernels.default_device import without_default_device
 
-from .fp32_values import FP32Values, Versions
+from .fp32_values import FP32Values
 from .lazy_gradients import LazyGradients
 from .lost_writes import tell_of_lost_writes
 from .own_gradients import OwnGradients
@@ -44,6 +44,7 @@ from .parameter_lists import (
 from .stepped_state import SteppedState
 from .ties import Ties
 from .unseen_writes import UnseenWrites
+from .versions import Versions
 
 _VERSION = operator.attrgetter("_version")
 

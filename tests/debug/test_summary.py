@@ -98,6 +98,18 @@ def test_it_is_what_one_reads(amp: ModuleType) -> None:
     assert json.loads(json.dumps(amp.summary().to_json())) == amp.summary().to_json()
 
 
+def test_of_many_optimizers_the_last_are_told(amp: ModuleType) -> None:
+    for _ in range(23):  # the folds of a cross-validation
+        amp.initialize(*made(), opt_level="O1", verbosity=0)
+    summary = amp.summary()
+    first, *lines = [line.strip() for line in repr(summary).splitlines() if "loss 0: " not in line][
+        1:
+    ]
+    assert first == "3 earlier optimizers: see amp.summary().optimizers"
+    assert lines == [str(one) for one in summary.optimizers[3:]]
+    assert len(lines) == 20
+
+
 def test_it_begins_anew_after_deactivate(amp: ModuleType) -> None:
     with pytest.raises(RuntimeError, match=r"Invoked 'amp.summary\(\)', but internal Amp state"):
         amp.summary()

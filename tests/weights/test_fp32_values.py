@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from amp_patch.weights import fp32_values
-from amp_patch.weights.fp32_values import FP32Values, Versions
+from amp_patch.weights.fp32_values import FP32Values
+from amp_patch.weights.versions import Versions
 
 HALVES = (torch.float16, torch.bfloat16)
 #: Neither half dtype has it.

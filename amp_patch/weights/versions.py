@@ -1,0 +1,110 @@
+"""When values and their rounded copies were equal, and when the user was given which: by versions.
+
+Knows tensors by their numbers in lists; no optimizer, and not what follows from a write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from amp_patch.distributed.shards import version_of
+
+
+class _Clock:
+    """Counts how often any `Versions` was told of values that the user was given, or has back."""
+
+    def __init__(self) -> None:
+        self.time = 0
+
+    def tick(self) -> int:
+        self.time += 1
+        return self.time
+
+
+_clock = _Clock()
+
+
+class Versions:
+    """Versions of values and parameters, which tell later what was written to.
+
+    An optimizer has one object for all of its masters, so that a step notes all in one assignment.
+
+    Attributes:
+        equal: of each value, when it and its parameter were equal.
+        given: of each parameter and its value, when the user was given the values, and may have
+            written to them by ``.data``, which moves no version. None of a pair that was equal
+            since; empty where the user was given none.
+    """
+
+    def __init__(self, equal: list[int] | None = None) -> None:
+        self.equal = equal or []
+        self.given: list[tuple[int, int] | None] = []
+        self.given_at = 0
+
+    def give(self, params: Sequence[int], values: Sequence[int]) -> None:
+        """The user is given all values."""
+        self.given = list(zip(params, values, strict=True))
+        self._note_when()
+
+    def give_again(self, rows: Sequence[int], params: Sequence[int], values: Sequence[int]) -> None:
+        """Parameters equal now what the user was given of them."""
+        for row, *versions in zip(rows, params, values, strict=True):
+            self.given[row] = (versions[0], versions[1])
+        self._note_when()
+
+    def end_giving(self) -> None:
+        """The user writes to none of them any more, and parameters equal them."""
+        self.given = []
+        self._note_when()
+
+    def _note_when(self) -> None:
+        self.given_at = _clock.tick()
+
+    def all_win(self, params: Sequence[int]) -> bool:
+        """Return True where all parameters surely have to follow their values; as most often.
+
+        The user was given all, and wrote to no parameter since, and nothing was given or ended by
+        another optimizer, which may step some of them as well.
+        """
+        if self.given_at != _clock.time or len(self.given) != len(params):
+            return False
+        then = [given and given[0] for given in self.given]
+        return then == params
+
+
+class NotedValue:
+    """One fp32 value, and what tells whether it was written to since the parameter equalled it.
+
+    Attributes:
+        value: fp32; the master itself where an optimizer steps one.
+        noted: where its versions are noted, and its index there. Where two optimizers step the
+            parameter both have noted them: it was written to only if its version is neither's.
+    """
+
+    __slots__ = ("noted", "value")
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+        self.noted: list[tuple[Versions, int]] = []
+
+    def note_equal(self) -> None:
+        for versions, index in self.noted:
+            versions.equal[index] = version_of(self.value)
+            if index < len(versions.given):
+                versions.given[index] = None
+
+    def wins(self, param_now: int) -> bool:
+        """Return whether the parameter has to follow the value, see `FP32Values`.
+
+        Args:
+            param_now: see `FP32Values.version_of`.
+        """
+        version = version_of(self.value)
+        last, index = max(self.noted, key=lambda noted: noted[0].given_at)
+        given = last.given[index] if index < len(last.given) else None  # one may have come since
+        if given is not None:
+            param_then, value_then = given
+            return param_now == param_then or version != value_then
+        return all(versions.equal[index] != version for versions, index in self.noted)
