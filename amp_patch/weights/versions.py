@@ -90,6 +90,7 @@ class NotedValue:
         self.noted: list[tuple[Versions, int]] = []
 
     def note_equal(self) -> None:
+        """The parameter equals the value now."""
         for versions, index in self.noted:
             versions.equal[index] = version_of(self.value)
             if index < len(versions.given):
