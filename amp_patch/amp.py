@@ -141,7 +141,7 @@ def initialize(
         growth_factor: multiplies the scale after ``growth_interval`` finite backward passes (2).
         backoff_factor: multiplies the scale at an overflow (0.5).
         growth_interval: finite backward passes in a row until the scale grows (2000).
-        hysteresis: overflows tolerated before the scale backs off, itself included (1).
+        hysteresis: overflows until the scale backs off, that one included (1: at once).
         rules: function -> "half", "half_out", "float", "promote", "bfloat16" or "off", for O1 and
             O4: the bare name of a torch function ("softmax"), or a dotted path. Or "fast-norms",
             a profile of such rules: norms and softmax in half where torch's kernels round once

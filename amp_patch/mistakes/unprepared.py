@@ -148,7 +148,7 @@ class UnpreparedParams:
         reached, self._reached = self._reached, []
         for one in (watch, *reached):
             # else another thread trains its own model, or the block does
-            if one.params and one.own_passes == self._plain_backwards():
+            if one.params and one.counted == self._plain_backwards():
                 self._note(one)
 
     def _forget_dead(self) -> None:

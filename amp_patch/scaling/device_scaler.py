@@ -16,7 +16,7 @@ from amp_patch import kernels
 from amp_patch.kernels import HostCopy, ScalerState
 from amp_patch.kernels.graph_capture import captures
 
-from .loss_scaler import LossScaler
+from .loss_scaler import LossScaler, Numbers
 
 #: Outcomes that may be on their way: the host is not to run further ahead of the device.
 _MOST_PENDING = 2
@@ -35,7 +35,7 @@ class DeviceScaler:
         self.device = device
         self._scaler = scaler
         self._state = ScalerState(scaler, device)
-        self._known: tuple[float, ...] = scaler.numbers()
+        self._known: Numbers | None = scaler.numbers()
         self._scale: Tensor | None = None
         self._pending: deque[tuple[HostCopy, Callable[[float], None]]] = deque()
 
@@ -88,7 +88,7 @@ class DeviceScaler:
         except BaseException:
             # Nobody would tell the host of this update: the device takes over what the host knows.
             self.settle()
-            self._known, self._scale = (), None
+            self._known = self._scale = None
             raise
 
     def poll(self) -> None:
@@ -107,7 +107,6 @@ class DeviceScaler:
 
     def _take_in(self) -> None:
         copy, on_outcome = self._pending.popleft()
-        before = self._scaler.scale
-        ScalerState.read(copy.wait(), self._scaler)
+        judged = ScalerState.read(copy.wait(), self._scaler)
         self._known = self._scaler.numbers()
-        on_outcome(before)
+        on_outcome(judged)

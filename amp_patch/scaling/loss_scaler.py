@@ -43,6 +43,17 @@ class Override(Protocol):
         """Move the scale after one backward pass; return whether its step must be skipped."""
 
 
+class Numbers(NamedTuple):
+    """All of a `LossScaler` that moves: see its attributes."""
+
+    scale: float
+    unskipped: int
+    hysteresis_left: int
+    skipped: bool
+    reduced: bool
+    overflows_at_floor: int
+
+
 @dataclass(eq=False)
 class LossScaler:
     """The scale of one loss, moved once per backward pass by `update`.
@@ -123,9 +134,9 @@ class LossScaler:
         if self.device_scaler is not None:
             self.device_scaler.settle()
 
-    def numbers(self) -> tuple[float, int, int, bool, bool, int]:
-        """Return all that moves, in the order of the attributes."""
-        return (
+    def numbers(self) -> Numbers:
+        """Return all that moves."""
+        return Numbers(
             self.scale,
             self.unskipped,
             self.hysteresis_left,
@@ -134,19 +145,10 @@ class LossScaler:
             self.overflows_at_floor,
         )
 
-    def set_numbers(
-        self,
-        scale: float,
-        unskipped: int,
-        hysteresis_left: int,
-        skipped: bool,
-        reduced: bool,
-        overflows_at_floor: int,
-    ) -> None:
+    def set_numbers(self, numbers: Numbers) -> None:
         """Set what `numbers` returned."""
-        self.scale, self.unskipped, self.hysteresis_left = scale, unskipped, hysteresis_left
-        self.skipped, self.reduced = skipped, reduced
-        self.overflows_at_floor = overflows_at_floor
+        self.scale, self.unskipped, self.hysteresis_left = numbers[:3]
+        self.skipped, self.reduced, self.overflows_at_floor = numbers[3:]
 
     @property
     def exhausted(self) -> bool:
@@ -160,7 +162,7 @@ class LossScaler:
 
     def move(self, overflow: bool) -> bool:
         """Do `update`, or let the override do it in its own way."""
-        if self.override is None or not self.override.is_on:
+        if self.override is None or not self.is_overridden:
             return self.update(overflow)
         before = self.loss_scale()
         self.skipped = self.override.move(overflow)
@@ -169,8 +171,7 @@ class LossScaler:
 
     def update(self, overflow: bool) -> bool:
         """Move the scale after one backward pass; return whether its step must be skipped."""
-        if self.device_scaler is not None:
-            self.device_scaler.settle()
+        self.settle()
         before = self.scale
         self.skipped = bool(overflow)
         if self.skipped:

@@ -19,7 +19,8 @@ class ScaleRule:
         growth_factor: multiplies the scale after `growth_interval` finite backward passes; > 1.
         backoff_factor: multiplies the scale on overflow; above 0 and below 1.
         growth_interval: finite backward passes in a row after which the scale grows; >= 1.
-        hysteresis: overflows since the last growth from which on the scale backs off; >= 1.
+        hysteresis: overflows since the last growth until the scale backs off, that one included;
+            1 or more.
         min_loss_scale: the floor: the rule never lowers the scale below it.
         max_loss_scale: the cap: the rule never raises the scale above it.
 

@@ -20,18 +20,22 @@ from .param_pairs import ParamPairs
 
 
 class Watch(NamedTuple):
-    """Parameters with their gradients as they were, and how many own passes there had been."""
+    """Parameters with their gradients as they were.
+
+    Attributes:
+        counted: what the caller counts: another number later says that something came between.
+    """
 
     params: Sequence[Tensor]
     grads: list[Tensor | None]
     versions: list[int]
-    own_passes: int
+    counted: int
 
     @classmethod
-    def of(cls, params: Sequence[Tensor], own_passes: int = 0) -> Watch:
+    def of(cls, params: Sequence[Tensor], counted: int = 0) -> Watch:
         """Return parameters as they are before a backward that is not meant to reach them."""
         grads = stored_grads(params)
-        return cls(params, grads, _versions(grads), own_passes)
+        return cls(params, grads, _versions(grads), counted)
 
     def written(self) -> list[tuple[Tensor, Tensor]]:
         """Return those that have got a gradient since then, or another one, with it."""
@@ -72,7 +76,7 @@ class ForeignGradients:
             watch: what `watch` returned before it.
             unscaled: the parameters whose gradients other optimizers unscale, for each of these.
         """
-        written = watch.written() if watch.own_passes == self.own_passes else []
+        written = watch.written() if watch.counted == self.own_passes else []
         if written:
             known = set(map(id, chain.from_iterable(unscaled)))
             self.found += [

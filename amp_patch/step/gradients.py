@@ -67,7 +67,7 @@ class Gradients:
     def __init__(self, lazy: LazyGradients | None = None, own: OwnGradients | None = None) -> None:
         self._lazy = lazy
         self._own = OwnGradients() if own is None else own
-        self._came_from_outside = False  # what was received last
+        self._came_from_outside = False  # of ``scale_loss``: what was received last
         self.scaled = ScaledGradients()
         self._aside = EarlierGradients()
         self._received = ReceivedGradients(lazy)

@@ -153,12 +153,12 @@ class HostScaling:
                 reason = self.reason(found)
                 for skip in skips:
                     skip.ask(reason, scaler)
-                self.on_overflow(self.scaler_id, found, before[0], skips[0].count.steps + 1)
+                self.on_overflow(self.scaler_id, found, before.scale, skips[0].count.steps + 1)
                 is_exhausted = scaler.exhausted
             elif _is_low(scaler):
-                _look_for_need(found, before[0])
+                _look_for_need(found, before.scale)
         except BaseException:
-            scaler.set_numbers(*before)
+            scaler.set_numbers(before)
             raise
         if is_exhausted:
             raise FloatingPointError(self._describe(found))

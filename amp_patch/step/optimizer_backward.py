@@ -89,11 +89,12 @@ class OptimizerBackward:
         clipped: the same, as they are clipped.
         is_open: True inside a ``scale_loss`` of this optimizer.
         zeroing: counts its passes, and tells where gradients are not cleared when they should be.
-        unshared_scale: what gradients are multiplied by that a backward has left on this rank, for
-            a later one to share, which takes the same; None where there are none.
+        unshared_scale: the scale of gradients that a ``no_sync()`` backward has left on this rank.
+            The backward that shares them must have the same. None where there are none.
         decides_alone: True where there are other ranks, and no engine shares gradients with them.
         reached: divides what comes to masters past the half parameters.
-        apart: tells whether it shares parameters with others of its losses, as the first of these.
+        apart: knows which optimizers of one loss have no parameter in common with others; asked of
+            the loss's first optimizer.
     """
 
     def __init__(
@@ -159,10 +160,10 @@ class OptimizerBackward:
         return can_be
 
     def drop_cleared(self) -> None:
-        """Follow the user who cleared gradients of the model's parameters, as may be.
+        """Drop masters' gradients whose half gradients the user has cleared.
 
-        Call it where ``gradients.may_be_cleared`` is True, and behind an overflow: one that is not
-        stepped would stay with the masters for good.
+        Call it where ``gradients.may_be_cleared``, and after an overflow: the skipped step uses no
+        gradient, so one that was left at a master would be added to for good.
         """
         self._offer.withdraw()
         self.gradients.drop_cleared(self.pairs(), by_value=self.skip.is_certain)
@@ -324,7 +325,7 @@ class OptimizerBackward:
 
     def wrote_own(self, watch: Watch) -> bool:
         """Return whether there are new gradients since, and none of them is of an own pass."""
-        is_open = self.is_open or watch.own_passes != self._foreign.own_passes
+        is_open = self.is_open or watch.counted != self._foreign.own_passes
         return not is_open and not self.gradients.are_pending and bool(watch.written())
 
     def show_masters(self) -> None:

@@ -106,8 +106,8 @@ class OptimizerState:
         optimizer, masters = self._optimizers[0](), self._masters
         if optimizer is None or masters is None:
             return
-        for param, master in masters.pairs():
-            if param is not master and optimizer.state.get(param) == {}:
+        for param, _ in masters.pairs():
+            if optimizer.state.get(param) == {}:
                 del optimizer.state[param]
 
     def _states(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:

@@ -67,8 +67,8 @@ class OptimizerStep:
         state: its ``state``, through loads and casts.
         groups: that it is given later.
         ended: how many steps there were, those skipped included.
-        was_scaled: returns whether a loss that reaches its parameters was scaled; None where there
-            is no loss scale, and from when that is known.
+        was_scaled: returns whether a scaled loss has reached its parameters; asked until one has.
+            None from then on, and where there is no loss scale.
         methods: that stand in the place of the optimizer's own.
     """
 

@@ -147,7 +147,7 @@ class MasterWeights:
         """
         known = dict(zip(map(id, self._params), self._masters, strict=True))
         count = len(self)
-        # What `listed` has made knows the classes of its tensors: it is not added to.
+        # Copies: a list that `listed` has made knows the classes of its tensors, and gets no more.
         self._params, self._masters = list(self._params), list(self._masters)
         replaced: list[Any] = []
         try:
@@ -168,7 +168,7 @@ class MasterWeights:
 
     def drop_after(self, count: int) -> None:
         """Undo `replace` for all masters but the first ``count``, which no group holds."""
-        # The last one may be there in part.
+        # `_make` may have been interrupted between two lists, which then differ in length.
         for param, master in zip(self._params[count:], self._masters[count:], strict=False):
             self._values.forget_versions(param, self._versions)
             self._params_by_master.pop(id(master), None)
@@ -343,8 +343,8 @@ class MasterWeights:
         self._is_due = False
         comparison = self._compare()
         if self._exposed is not None and self._exposed != self.weight_versions():
-            # Parameters were written to, and perhaps masters as well: say that the user set p to 0
-            # and back. The comparison would take what it saw last for what is there.
+            # Parameters were written to, and perhaps masters as well. The comparison passes by
+            # pairs that it knows: one that was set to 0 and back has the same numbers again.
             comparison.forget()
         judged: list[int] = []
 

@@ -99,7 +99,7 @@ def new_run(amp: ModuleType, level: str, case: str) -> tuple[nn.Module, list[Any
     amp.initialize(model, optimizers, opt_level=level, verbosity=0, fused_step=fused_step)
     for scaler in session.scalers:
         scaler.settle()
-        scaler.set_numbers(*LossScaler(scaler.rule).numbers())
+        scaler.set_numbers(LossScaler(scaler.rule).numbers())
     return model, optimizers
 
 
