@@ -50,7 +50,7 @@ struct Coefficients {
         square_avg = square_avg * alpha + square_share * grad * grad;
         grad_avg += average_share * (grad - grad_avg);
         const float variance = square_avg - grad_avg * grad_avg;
-        // Products that are not rounded may leave less than nothing of a variance of 0.
+        // Rounding may leave less than nothing of a variance near 0; torch's rule makes NaN of that.
         const float deviation = variance < 0.0f ? 0.0f : sqrtf(variance);
         buffer = momentum * buffer + grad / (deviation + eps);
         master -= lr * buffer;

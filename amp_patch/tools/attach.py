@@ -27,6 +27,9 @@ PARENT = "AMP_PATCH_TOOL_PARENT"
 #: See prctl(2).
 _PR_SET_PDEATHSIG = 1
 
+#: The options of the tool in this process: a script may clear its environment.
+_given: dict[str, Any] = {}
+
 
 def attach() -> None:
     """Let the tool come in when amp_patch is imported, if there is one."""
@@ -34,10 +37,20 @@ def attach() -> None:
     if tool:
         end_with_parent()
         register_post_import_hook(tool, "amp_patch.session")
-        options = json.loads(os.environ[OPTIONS])
-        early_notice.watch(options)
-        if "seed" in options:
-            seed_everything(options["seed"])
+        _given.update(json.loads(os.environ[OPTIONS]))
+        early_notice.watch(_given)
+        if "seed" in _given:
+            seed_everything(_given["seed"])
+
+
+def options() -> dict[str, Any]:
+    """Return what the command line passed to the tool in this process.
+
+    Raises:
+        KeyError: no tool runs the script.
+    """
+    found: dict[str, Any] = _given or json.loads(os.environ[OPTIONS])
+    return found
 
 
 def end_with_parent() -> None:

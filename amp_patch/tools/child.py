@@ -17,7 +17,7 @@ from typing import IO, Any
 from amp_patch.distributed.process_groups import has_others, is_on, rank
 
 from .at_end import at_end
-from .launch import OPTIONS
+from .attach import options as options
 from .untrained import NAME
 
 
@@ -47,12 +47,6 @@ def hear_sigint() -> None:
 def state_of(session: Any) -> str:
     """Return what became of amp in this process, as a key of `untrained.REASONS`."""
     return "yes" if session.initialized else "disabled" if session.disabled else "no"
-
-
-def options() -> dict[str, Any]:
-    """Return what the command line passed to the tool in this process."""
-    found: dict[str, Any] = json.loads(os.environ[OPTIONS])
-    return found
 
 
 def is_alone() -> bool:

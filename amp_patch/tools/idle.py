@@ -8,14 +8,13 @@ Imports no torch.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from .attach import OPTIONS
+from .attach import options
 
 #: The file that notes it, in the folder that the tool writes to.
 NAME = "told-to-end"
@@ -28,7 +27,7 @@ _LITTLE = 0.02
 def note_end() -> None:
     """Note, in a process of the script, that it was told to end."""
     with contextlib.suppress(KeyError, OSError):  # no command waits for it
-        Path(json.loads(os.environ[OPTIONS])["out"], NAME).touch()
+        Path(options()["out"], NAME).touch()
 
 
 class Descendant(NamedTuple):

@@ -27,11 +27,22 @@ def test_a_seed_is_set_before_amp_is_imported(monkeypatch) -> None:
     monkeypatch.setenv("AMP_PATCH_TOOL", "builtins:id")
     monkeypatch.setenv("AMP_PATCH_TOOL_OPTIONS", '{"out": "x", "seed": 3}')
     monkeypatch.setattr(early_notice, "watch", lambda options: None)
+    monkeypatch.setattr(attach, "_given", {})
     drawn = []
     for _ in range(2):
         attach.attach()  # as Python does when it starts
         drawn.append((random.random(), torch.rand(()).item(), numpy.random.random()))
     assert drawn[0] == drawn[1]
+
+
+def test_options_stay_where_a_script_clears_its_environment(monkeypatch) -> None:
+    monkeypatch.setenv("AMP_PATCH_TOOL", "builtins:id")
+    monkeypatch.setenv("AMP_PATCH_TOOL_OPTIONS", '{"out": "x"}')
+    monkeypatch.setattr(early_notice, "watch", lambda options: None)
+    monkeypatch.setattr(attach, "_given", {})
+    attach.attach()
+    monkeypatch.delenv("AMP_PATCH_TOOL_OPTIONS")
+    assert child.options() == {"out": "x"}
 
 
 @pytest.mark.parametrize("tool", [compare, sweep, tune])
