@@ -47,6 +47,10 @@ The second word: "never", "cpu" (tensors on the CPU), "mixed" (there, and everyw
 come with float32 ones), "always", or "hubs" (in float16, with all that is computed inside, on a
 graph of DGL of which a node has more neighbours than float16 counts to). Results come in the dtype
 that they would have had.
+
+The third is a key of `REASONS`. Two of these are read by code, too: what has "no kernel anywhere"
+is computed in float32 in a half region (`regions`), and a library with a row of "autocast", which
+asks whether that is on in order to cast, is told that it is off (`autocast_questions`).
 """
 
 from __future__ import annotations

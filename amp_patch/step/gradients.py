@@ -384,7 +384,7 @@ class Gradients:
                 given = param is not master and stored_grad(master) is not None
                 if given and not self._own.has(master):
                     give_rounded(param, master)
-        if not self._came_from_outside or not self._received or self._are_waiting:
+        if not self._came_from_outside or self._are_waiting:
             return
         received = set(map(id, self._received.params()))
         shown = pairs.select([id(param) in received for param in pairs.model])

@@ -347,14 +347,14 @@ class OptimizerBackward:
 
     def give_back_gradients(self) -> None:
         """A backward outside of ``scale_loss`` begins; see `Gradients.give_back`."""
-        if self.masters is None or self.is_open:
+        if self.is_open:
             return
         self.gradients.stepped.follow()
         self.gradients.give_back(self.pairs())
 
     def offer_gradients(self) -> None:
         """A backward outside of ``scale_loss`` has ended: a script may read what masters get."""
-        if self.masters is not None and not self.is_open and self.gradients.take_unscaled:
+        if not self.is_open and self.gradients.take_unscaled:
             pairs = self.pairs()
             if not are_same(*pairs) and not have_none(pairs.model):
                 self._offer.make(*pairs)

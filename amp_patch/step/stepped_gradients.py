@@ -110,9 +110,8 @@ class SteppedGradients:
 
     def forget(self) -> None:
         """Nothing is shown any more."""
-        if self.shown:
-            self.shown = ()
-            self._own.forget()
+        self.shown = ()
+        self._own.forget()
 
 
 def _are_same_numbers(half: Tensor, grad: Tensor) -> Tensor:
