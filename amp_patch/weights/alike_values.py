@@ -11,7 +11,7 @@ from itertools import compress
 
 from torch import Tensor
 
-from .bits import can_be_compared, compared
+from .half_bits import can_be_compared, compared
 
 
 class AlikeValues:

@@ -24,7 +24,7 @@ from amp_patch.distributed.shards import detached, is_spread, place, same_number
 from amp_patch.kernels.without_grad import without_grad
 
 from .alike_values import AlikeValues
-from .bits import bits_of, have_same_bits, is_plain
+from .half_bits import bits_of, have_same_bits, is_plain
 from .handed_out import HandedOut
 from .versions import NotedValue, Versions
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from amp_patch.distributed.shards import place, version_of
 from amp_patch.weak_modules import table_of_modules
 
-from .bits import bits_of, can_be_compared, compared, is_plain
+from .half_bits import bits_of, can_be_compared, compared, is_plain
 
 
 class _Handed(NamedTuple):

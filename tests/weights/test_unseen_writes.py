@@ -40,13 +40,6 @@ def clip(masters: list[Tensor], _: int) -> None:
         master.data.clamp_(-0.05, 0.05)
 
 
-def reorder(masters: list[Tensor], step: int) -> None:
-    """Give the units of layers another order, and no other numbers."""
-    if step == 7:
-        for master in masters:
-            master.data.copy_(master.data.flip(0))
-
-
 def nothing(masters: list[Tensor], step: int) -> None:
     """Write nothing."""
 
@@ -105,8 +98,8 @@ def trained(
 @pytest.mark.parametrize("level", ["O2", "O5"])
 @pytest.mark.parametrize(
     "before_and_behind",
-    [(nothing, lookahead), (decay, nothing), (nothing, decay), (nothing, clip), (nothing, reorder)],
-    ids=["lookahead", "decay before the step", "decay behind it", "clipped weights", "reordered"],
+    [(nothing, lookahead), (decay, nothing), (nothing, decay), (nothing, clip)],
+    ids=["lookahead", "decay before the step", "decay behind it", "clipped weights"],
 )
 def test_a_write_to_a_master_through_its_data_is_seen(
     amp: ModuleType, level: str, width: int, before_and_behind: tuple[Write, Write]

@@ -1,4 +1,4 @@
-"""The bits of tensors: whether half ones are an fp32 value, rounded, and what tells of a write.
+"""The bits of half tensors: whether they are those of an fp32 value, rounded, and what they add to.
 
 Of many tensors small ones are asked at once, and a device is waited for once. Knows no model.
 """
@@ -29,46 +29,16 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def bits_of(tensor: Tensor) -> Tensor:
-    """Return integers that tell whether a plain tensor in half was written to.
+    """Return integers that tell whether a plain tensor was written to.
 
-    To flip rows or columns changes them: see `_folded`.
+    Each is the sum of integers that lie `_STRIDE` apart: to flip rows or columns changes them.
     """
     if _is_small(tensor):
         return tensor.detach().flatten().view(torch.int16).clone()
-    return _folded(tensor)
-
-
-def checksums(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return for each plain tensor an integer, 0-dim, that nearly every write changes.
-
-    Numbers that change places change it, too: those of a transposed or flipped matrix, say.
-    """
-    integers = list(map(_folded, tensors))
-    rows_of: dict[torch.device, list[int]] = {}
-    for row, one in enumerate(integers):
-        rows_of.setdefault(one.device, []).append(row)
-    sums = integers.copy()
-    for rows in rows_of.values():
-        totals = _weighted_sums([integers[row] for row in rows])
-        for row, total in zip(rows, totals.unbind(), strict=True):
-            sums[row] = total
-    return sums
-
-
-def _weighted_sums(parts: Sequence[Tensor]) -> Tensor:
-    """Return the sum of each flat tensor of integers, of which each counts by its place in it.
-
-    By few calls for all: shape (parts,), int64; what leaves 64 bits is left out.
-    """
-    counts, device = [part.numel() for part in parts], parts[0].device
-    lengths = torch.tensor(counts, device=device)
-    ends = lengths.cumsum(0)
-    starts = (ends - lengths).repeat_interleave(lengths, output_size=sum(counts))
-    places = torch.arange(len(starts), device=device).sub_(starts)
-    # odd numbers: times such a one, different integers of 64 bits stay different
-    weighted = torch.cat(list(parts)).mul(places.mul_(2).add_(1))
-    running = torch.nn.functional.pad(weighted.cumsum(0), (1, 0))
-    return running[ends] - running[ends - lengths]
+    flat = _integers(tensor)
+    count = flat.numel() // _STRIDE
+    rows, rest = flat[: count * _STRIDE].view(count, _STRIDE), flat[count * _STRIDE :]
+    return torch.cat([rows.sum(0, dtype=torch.int64), rest])
 
 
 def have_same_bits(one: Tensor, other: Tensor) -> bool:
@@ -129,19 +99,6 @@ def _that_differ(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[bool]:
         ]
     flags = [value.to(half.dtype).ne(half).any() for value, half in pairs]
     return torch.stack(flags).tolist()
-
-
-def _folded(tensor: Tensor) -> Tensor:
-    """Return the bits of a plain tensor, flat, as integers; of a large one, sums of these.
-
-    Each is the sum of those that lie `_STRIDE` apart.
-    """
-    flat = _integers(tensor)
-    if _is_small(tensor):
-        return flat
-    count = flat.numel() // _STRIDE
-    rows, rest = flat[: count * _STRIDE].view(count, _STRIDE), flat[count * _STRIDE :]
-    return torch.cat([rows.sum(0, dtype=torch.int64), rest])
 
 
 def _is_small(tensor: Tensor) -> bool:
