@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp_patch.distributed.shards import local
+from amp_patch.kernels import values
 from amp_patch.weights.parameter_lists import store_grad, stored_grad
 
 
@@ -23,7 +25,7 @@ class _Group:
         self._master = min((master for _, master in rows), key=torch.numel)
         self._was_given = stored_grad(self._master) is None
         if self._was_given:
-            store_grad(self._master, torch.zeros_like(self._master))
+            store_grad(self._master, torch.ones_like(self._master))
         grad = stored_grad(self._master)
         self._seen = grad, -1 if grad is None else grad._version
 
@@ -31,12 +33,18 @@ class _Group:
         """Clear those of half parameters in the same way; return False where they were left."""
         grad, version = self._seen
         now = stored_grad(self._master)
-        if now is grad and now is not None and now._version == version:
+        is_same = now is grad and now is not None and now._version == version
+        if is_same and _has_numbers(now):
             if self._was_given:
                 self._master.grad = None
             return False
         clear_halves(self.rows, set_to_none=now is None)
         return True
+
+
+def _has_numbers(grad: Tensor | None) -> bool:
+    """Return whether a gradient is not 0: ``grad.data.zero_()`` moves no version."""
+    return grad is not None and bool(values(local(grad)).any())
 
 
 class OwnZeroGrad:

@@ -39,11 +39,19 @@ def to_zeros(group: list[Row]) -> None:
             master.grad.detach_().zero_()
 
 
+def to_zeros_by_data(group: list[Row]) -> None:
+    for _, master in group:
+        if master.grad is not None:
+            master.grad.data.zero_()
+
+
 def halves(group: list[Row]) -> set[float | None]:
     return {None if param.grad is None else param.grad.max().item() for param, _ in group}
 
 
-@pytest.mark.parametrize(("clear", "left"), [(to_none, None), (to_zeros, 0.0)])
+@pytest.mark.parametrize(
+    ("clear", "left"), [(to_none, None), (to_zeros, 0.0), (to_zeros_by_data, 0.0)]
+)
 def test_each_group_is_cleared_as_its_masters_are(clear: Any, left: float | None) -> None:
     first, second, third = rows(2), rows(3), rows(1)
     call = OwnZeroGrad(groups_of(first, second, third), [*first, *second, *third])
