@@ -1,13 +1,14 @@
-"""Whether a script, one of whose processes was told to end, does nothing but wait for that one.
+"""Whether a script does nothing but wait for a process of its own that was told to end.
 
-A script that trains in a process of its own may wait for what that was to hand over: it would wait
-for ever. Knows processes by what the system tells of them in ``/proc``; elsewhere none is idle.
-Imports no torch.
+A script that trains in a process of `multiprocessing` may wait for what that was to hand over: it
+would wait for ever. Knows processes by what the system tells of them in ``/proc``; elsewhere no
+script is idle. Imports no torch.
 """
 
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import time
 from collections.abc import Iterator
@@ -16,22 +17,27 @@ from typing import NamedTuple
 
 from .attach import options
 
-#: The file that notes it, in the folder that the tool writes to.
-NAME = "told-to-end"
-#: Seconds that a script gets to do anything.
-GRACE = 10.0
+#: What the files begin with that note it, in the folder that the tool writes to; the rest is the
+#: process.
+NAME = "told-to-end-"
+#: Seconds that a script gets to do anything, and where others of its processes live, which may wait
+#: for their data.
+GRACE, GRACE_BESIDE_OTHERS = 10.0, 60.0
 #: The share of a processor that one who waits may take: he may look every now and then.
 _LITTLE = 0.02
+#: In the command of a process that multiprocessing itself has started.
+_HELPERS = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver")
 
 
 def note_end() -> None:
-    """Note, in a process of the script, that it was told to end."""
-    with contextlib.suppress(KeyError, OSError):  # no command waits for it
-        Path(options()["out"], NAME).touch()
+    """Note that this process was told to end, if it is one that a script waits for."""
+    if multiprocessing.parent_process() is not None:
+        with contextlib.suppress(KeyError, OSError):  # no command waits for it
+            Path(options()["out"], f"{NAME}{os.getpid()}").touch()
 
 
 class Descendant(NamedTuple):
-    """A process, and what the system tells of it.
+    """A process that lives, and what the system tells of it.
 
     Attributes:
         number: its id.
@@ -53,12 +59,20 @@ def descendants(process: int) -> Iterator[Descendant]:
             # number (name) state parent group ...; the name may hold anything
             fields = path.read_text(errors="replace").rpartition(")")[2].split()
             number, seconds = int(path.parent.name), (int(fields[11]) + int(fields[12])) / ticks
-            known[number] = int(fields[1]), Descendant(number, int(fields[2]), seconds)
+            if fields[0] != "Z":  # else it has ended, and its parent has not asked how
+                known[number] = int(fields[1]), Descendant(number, int(fields[2]), seconds)
     found, new = set[int](), {process}
     while new:
         yield from (known[one][1] for one in new if one in known)
         found |= new
         new = {one for one, (parent, _) in known.items() if parent in found} - found
+
+
+def _is_helper(process: int) -> bool:
+    with contextlib.suppress(OSError):
+        command = Path("/proc", str(process), "cmdline").read_bytes()
+        return any(name in command for name in _HELPERS)
+    return False
 
 
 class IdleWatch:
@@ -70,15 +84,20 @@ class IdleWatch:
     """
 
     def __init__(self, process: int, folder: Path) -> None:
-        self._process, self._note = process, folder / NAME
+        self._process, self._folder = process, folder
         self._since, self._taken = 0.0, -1.0
 
     def is_idle(self) -> bool:
-        """Return whether the script only waits, for as long as it may, after it was told to end."""
-        if not self._note.exists():
-            return False
-        now, taken = time.monotonic(), sum(one.seconds for one in descendants(self._process))
+        """Return whether the script only waits, for as long as it may, for one that has ended."""
+        told = {int(path.name.removeprefix(NAME)) for path in self._folder.glob(f"{NAME}*")}
+        living = list(descendants(self._process)) if told else []
+        now, taken = time.monotonic(), sum(one.seconds for one in living)
+        is_waiting = bool(living) and told.isdisjoint(one.number for one in living)
         # fewer seconds than before: one of the processes has ended
-        if not self._taken <= taken <= self._taken + _LITTLE * GRACE:
+        most = self._taken + _LITTLE * max(GRACE, now - self._since)
+        if not (is_waiting and self._taken <= taken <= most):
             self._since, self._taken = now, taken
-        return now - self._since > GRACE
+            return False
+        others = (one.number for one in living if one.number != self._process)
+        is_alone = all(map(_is_helper, others))
+        return now - self._since > (GRACE if is_alone else GRACE_BESIDE_OTHERS)

@@ -234,6 +234,7 @@ def run_to_end(run: ScriptRun, timeout: float | None = None) -> str | None:
                     raise BadArguments(reason_after(steps))
                 say(notice(steps))
             if run.is_idle():
+                say("The script was ended, for it only waited for a process that has its steps.")
                 return None
             if end is not None and time.monotonic() > end:
                 return f"took longer than {timeout:.0f} s"

@@ -92,7 +92,7 @@ class MasterWeights:
         self.own_gradients = OwnGradients()
         self._are_spread = False
         self._params_by_master: dict[int, Tensor] = {}
-        self._masters_at: Sequence[int] = ()
+        self._masters_at: Sequence[tuple[int, Sequence[int]]] = ()
         self._forget_places()
         for group in optimizer.param_groups:
             group["params"][:] = self.replace(group["params"])
@@ -309,8 +309,10 @@ class MasterWeights:
             return True
         return (self._was_set or self._may_move) and self._places() != self._masters_at
 
-    def _places(self) -> list[int]:
-        return look_up(Tensor.data_ptr, self._local(self._masters))
+    def _places(self) -> list[tuple[int, Sequence[int]]]:
+        """Return where the masters are, each by its address and its strides."""
+        held = self._local(self._masters)
+        return list(zip(look_up(Tensor.data_ptr, held), look_up(Tensor.stride, held), strict=True))
 
     def _note_moved(self) -> None:
         """``master.data = t`` is a write, though no version tells of it."""
@@ -321,7 +323,7 @@ class MasterWeights:
             for master, now, then in known:
                 if now != then:
                     increment_version(master)
-                    self._unseen.forget(now)
+                    self._unseen.forget(now[0])
             self._forget_places()
             self._masters_at = places
 

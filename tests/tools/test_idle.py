@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -77,47 +80,107 @@ def test_a_script_that_goes_on_ends_by_itself(
     assert (tmp_path / "log.txt").read_text() == "its own end\n"
 
 
-def test_only_who_was_told_to_end_can_be_idle(
+SLEEPS_BEHIND = """
+    try:
+        ScriptEnd()()  # in the script's own process, which ends in its own time
+    finally:
+        time.sleep(3)
+        print("its own end", flush=True)
+"""
+
+
+def test_what_a_script_does_at_its_end_may_take_its_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(idle, "GRACE", 0.1)
-    sleeps = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    try:
-        watch = IdleWatch(sleeps.pid, tmp_path)
-
-        def looks() -> list[bool]:
-            found = []
-            for _ in range(10):
-                found.append(watch.is_idle())
-                time.sleep(0.1)
-            return found
-
-        assert not any(looks())
-        monkeypatch.setenv(OPTIONS, json.dumps({"out": str(tmp_path)}))
-        idle.note_end()
-        first, *_, last = looks()
-        assert (first, last) == (False, True)
-    finally:
-        sleeps.kill()
-        sleeps.wait()
+    monkeypatch.setattr(idle, "GRACE", 0.5)
+    path = tmp_path / "train.py"
+    text = "import time\nfrom amp_patch.tools.script_end import ScriptEnd\nif True:\n"
+    path.write_text(text + SLEEPS_BEHIND)
+    log, options = tmp_path / "log.txt", {"out": str(tmp_path)}
+    run = launch.ScriptRun([sys.executable, str(path)], "json:loads", options, log)
+    assert launch.run_to_end(run, timeout=100) is None
+    assert log.read_text() == "its own end\n"
 
 
-def test_a_note_of_a_process_without_a_tool_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(OPTIONS, raising=False)
-    idle.note_end()
-
-
-def test_processes_of_processes_are_found() -> None:
+@pytest.fixture
+def sleeping() -> Iterator[subprocess.Popen[bytes]]:
+    """Give a process that sleeps, as one of the script does that waits for its data."""
     inner = "import time; time.sleep(60)"
     outer = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {inner!r}])"
     process = subprocess.Popen([sys.executable, "-c", outer], start_new_session=True)
-    try:
-        end = time.monotonic() + 30
-        while len(found := list(descendants(process.pid))) < 2 and time.monotonic() < end:
-            time.sleep(0.1)
-        first, second = found
-        assert (first.number, first.group, second.group) == (process.pid,) * 3
-    finally:
-        launch._send(launch.signal.SIGKILL, process.pid)
-        process.wait()
-    assert list(descendants(process.pid)) == []
+    end = time.monotonic() + 30
+    while len(list(descendants(process.pid))) < 2 and time.monotonic() < end:
+        time.sleep(0.1)
+    yield process
+    launch._send(launch.signal.SIGKILL, process.pid)
+    process.wait()
+
+
+def ended_process() -> int:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def looks(watch: IdleWatch) -> list[bool]:
+    found = []
+    for _ in range(8):
+        found.append(watch.is_idle())
+        time.sleep(0.1)
+    return found
+
+
+@pytest.mark.parametrize("grace", [0.1, 1000.0])
+def test_beside_other_processes_a_script_gets_more_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sleeping: Any, grace: float
+) -> None:
+    monkeypatch.setattr(idle, "GRACE", 0.1)
+    monkeypatch.setattr(idle, "GRACE_BESIDE_OTHERS", grace)
+    watch = IdleWatch(sleeping.pid, tmp_path)
+    assert not any(looks(watch))  # nobody was told
+    (tmp_path / f"{idle.NAME}{ended_process()}").touch()
+    first, *_, last = looks(watch)
+    assert (first, last) == (False, grace < 1)
+
+
+def test_a_script_is_not_idle_while_who_was_told_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sleeping: Any
+) -> None:
+    for name in ("GRACE", "GRACE_BESIDE_OTHERS"):
+        monkeypatch.setattr(idle, name, 0.1)
+    _, child = descendants(sleeping.pid)
+    (tmp_path / f"{idle.NAME}{child.number}").touch()
+    assert not any(looks(IdleWatch(sleeping.pid, tmp_path)))
+
+
+def test_where_the_system_tells_of_no_process_none_is_idle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sleeping: Any
+) -> None:
+    monkeypatch.setattr(idle, "GRACE", 0.1)
+    monkeypatch.setattr(idle, "descendants", lambda process: iter(()))
+    (tmp_path / f"{idle.NAME}{ended_process()}").touch()
+    assert not any(looks(IdleWatch(sleeping.pid, tmp_path)))
+
+
+@pytest.mark.parametrize("is_child", [False, True])
+@pytest.mark.parametrize("has_tool", [False, True])
+def test_a_process_that_a_script_waits_for_is_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_child: bool, has_tool: bool
+) -> None:
+    monkeypatch.setattr(
+        idle.multiprocessing, "parent_process", lambda: object() if is_child else None
+    )
+    monkeypatch.delenv(OPTIONS, raising=False)
+    if has_tool:
+        monkeypatch.setenv(OPTIONS, json.dumps({"out": str(tmp_path)}))
+    idle.note_end()
+    noted = [f"{idle.NAME}{os.getpid()}"] if is_child and has_tool else []
+    assert [path.name for path in tmp_path.iterdir()] == noted
+
+
+def test_processes_of_processes_are_found(sleeping: Any) -> None:
+    first, second = descendants(sleeping.pid)
+    assert (first.number, first.group, second.group) == (sleeping.pid,) * 3
+    launch._send(launch.signal.SIGKILL, sleeping.pid)
+    time.sleep(0.5)
+    assert list(descendants(sleeping.pid)) == []  # though nobody has asked how they ended
