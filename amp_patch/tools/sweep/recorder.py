@@ -243,8 +243,15 @@ class _Heard:
 
 def _has_stepped(optimizer: Optimizer) -> bool:
     """Return whether an optimizer has the state of steps, its own or of a checkpoint."""
-    states = [state for state in optimizer.state.values() if isinstance(state, Mapping)]
-    return any(float(state.get("step", 1)) > 0 for state in states if state)
+    states = [state for state in optimizer.state.values() if isinstance(state, Mapping) and state]
+    return not all(_is_new(state.get("step")) for state in states)
+
+
+def _is_new(step: Any) -> bool:
+    """Return whether a state counts no step yet: some optimizers make theirs before the first."""
+    if isinstance(step, Tensor):
+        return step.is_meta or not bool((step > 0).any())
+    return isinstance(step, (int, float)) and step <= 0
 
 
 def about() -> dict[str, Any]:

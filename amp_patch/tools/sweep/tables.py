@@ -11,7 +11,6 @@ from rich.text import Text
 
 from . import wording
 from .comparison import Comparison, Row
-from .outcomes import NO_STEPS
 from .recommendation import Recommendation
 from .verdicts import DEVIATES, OK, REFERENCE
 
@@ -93,9 +92,7 @@ def remarks(comparison: Comparison) -> list[str]:
     """Return what is to be said of levels, and of the figures."""
     alike: dict[str, list[str]] = {}
     for row in comparison.rows:
-        # a run that goes on from another one's end has no steps left: the script is not to blame
-        is_over = row.verdict.kind == NO_STEPS and row.level in comparison.continued
-        if row.verdict.reason and not is_over:
+        if row.verdict.reason:
             words = f"{row.verdict.short}: {row.verdict.reason.rstrip('.')}."
             alike.setdefault(words, []).append(row.level)
     for row in comparison.rows:

@@ -170,13 +170,6 @@ def test_a_level_that_had_an_optimizers_state_goes_on_though_its_loss_does_not_s
     assert compared(runs, 1e-6).continued == []
 
 
-def test_a_level_for_which_no_steps_were_left_is_not_told_of_its_optimizer() -> None:
-    runs = [made_run("O0", FALLING), made_run("O1", [], outcome="no steps", reason="no optimizer")]
-    lines = tables.remarks(compared(runs, 0.05))
-    assert not any("no optimizer" in line for line in lines)
-    assert any("by {run} in" in line for line in lines)
-
-
 def test_nothing_goes_on_where_nothing_has_ended() -> None:
     crashed = made_run("O0", FALLING, outcome="crashed")
     assert compared([crashed, made_run("O1", [], outcome="no steps")], 0.05).continued == []

@@ -124,8 +124,10 @@ def _multiplied(nodes: list[ast.AST], grads: set[str]) -> set[str]:
         if isinstance(node, ast.Assign) and _has(node.value, grads):
             items = (one for one in node.targets if isinstance(one, ast.Subscript))
             found |= set().union(*(_names(one.value) for one in items))
-        if isinstance(node, ast.Call) and any(_has(one, grads) for one in node.args):
-            found |= _names(_owner(node))
+        if isinstance(node, ast.Call):
+            given = [*node.args, *(one.value for one in node.keywords)]
+            if any(_has(one, grads) for one in given):
+                found |= set().union(*map(_names, (_owner(node), *given)))
     return found
 
 
@@ -155,9 +157,20 @@ def _is_added(node: ast.AST | None, nodes: list[ast.AST], grads: set[str]) -> bo
     own = [one for one in sides if not _has(one, grads)]
     if len(own) != 1 or not _names(own[0]):
         return False
-    calls = (one for one in nodes if isinstance(one, ast.Call) and _has(one, grads))
-    written = set().union(*(_names(argument) for one in calls for argument in one.args))
-    return _names(own[0]).isdisjoint(written | _multiplied(nodes, grads))
+    return _names(own[0]) <= _saved(nodes) - _multiplied(nodes, grads)
+
+
+def _saved(nodes: list[ast.AST]) -> set[str]:
+    """Return the names of what was saved for the backward, and of nothing else."""
+    saved: set[str] = set()
+    others: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.Assign):
+            is_saved = "(" not in (value := ast.unparse(node.value)) and value.startswith("ctx.")
+            (saved if is_saved else others).update(*map(_names, node.targets))
+        elif isinstance(node, (ast.AugAssign, ast.For, ast.NamedExpr, ast.AnnAssign)):
+            others |= _names(node.target)
+    return saved - others
 
 
 def _fills(call: ast.Call, grads: set[str]) -> bool:
