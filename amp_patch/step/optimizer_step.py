@@ -483,10 +483,15 @@ class OptimizerStep:
         optimizer, own = self.optimizer, None
         # not those of `backward.pairs()`: a checkpoint may have put half ones into the groups
         pairs = [] if self.masters is None else list(self.masters.pairs())
-        if pairs and optimizer is not None and not self._clears_plainly:
+        if optimizer is not None and not self._clears_plainly:
             own = OwnZeroGrad(optimizer.param_groups, pairs)
-        with self.methods.in_original():
-            original(*args, **kwargs)
+        try:
+            with self.methods.in_original():
+                original(*args, **kwargs)
+        except BaseException:
+            if own is not None:
+                own.take_back()
+            raise
         if own is None:
             clear_halves(pairs, bool(args[0] if args else kwargs.get("set_to_none", True)))
             return True

@@ -1,7 +1,8 @@
-"""What an optimizer's own ``zero_grad`` clears, of which half parameters are to follow.
+"""What an optimizer's own ``zero_grad`` clears: all, as torch's, or the gradients of some groups.
 
-It sees the masters, which have no gradients behind a step: one of each group is given one, and what
-becomes of that tells of the group. Knows groups and pairs; no losses and no scales.
+Half parameters are to follow their masters, which have no gradients behind a step: one of each part
+of a group is given one, and what becomes of that tells of the part. Knows groups and pairs; no
+losses and no scales.
 """
 
 from __future__ import annotations
@@ -16,18 +17,29 @@ from amp_patch.distributed.shards import local
 from amp_patch.kernels import values
 from amp_patch.weights.parameter_lists import store_grad, stored_grad
 
+#: A matrix with more numbers gets no gradient only to see what becomes of it.
+_MOST = 2**20
 
-class _Group:
-    """The masters of one group whose half parameters have gradients, one of them with its own."""
+#: A parameter and its master, which may be one tensor.
+Row = tuple[Tensor, Tensor]
 
-    def __init__(self, rows: list[tuple[Tensor, Tensor]]) -> None:
+
+class _Part:
+    """Some parameters of a group with gradients, of whose masters one tells what becomes of all."""
+
+    def __init__(self, rows: list[Row]) -> None:
         self.rows = rows
-        self._master = min((master for _, master in rows), key=torch.numel)
+        self._master = _smallest(rows)
         self._was_given = stored_grad(self._master) is None
         if self._was_given:
             store_grad(self._master, torch.ones_like(self._master))
         grad = stored_grad(self._master)
         self._seen = grad, -1 if grad is None else grad._version
+
+    def take_back(self) -> None:
+        """Take the gradient from the master that was given one."""
+        if self._was_given:
+            self._master.grad = None
 
     def follow(self) -> bool:
         """Clear those of half parameters in the same way; return False where they were left."""
@@ -35,11 +47,24 @@ class _Group:
         now = stored_grad(self._master)
         is_same = now is grad and now is not None and now._version == version
         if is_same and _has_numbers(now):
-            if self._was_given:
-                self._master.grad = None
+            self.take_back()
             return False
-        clear_halves(self.rows, set_to_none=now is None)
+        halves = (row for row in self.rows if row[0] is not row[1])
+        clear_halves(halves, set_to_none=now is None)
         return True
+
+
+def _parts(rows: list[Row]) -> list[_Part]:
+    """Return vectors and matrices of a group apart: some optimizers treat these otherwise."""
+    matrices = [row for row in rows if row[1].dim() > 1]
+    vectors = [row for row in rows if row[1].dim() < 2]
+    if not (matrices and vectors) or _smallest(matrices).numel() > _MOST:
+        return [_Part(rows)] if rows else []
+    return [_Part(matrices), _Part(vectors)]
+
+
+def _smallest(rows: list[Row]) -> Tensor:
+    return min((master for _, master in rows), key=torch.numel)
 
 
 def _has_numbers(grad: Tensor | None) -> bool:
@@ -55,32 +80,33 @@ class OwnZeroGrad:
         pairs: each half parameter with its master.
     """
 
-    def __init__(
-        self, groups: Iterable[dict[str, Any]], pairs: Iterable[tuple[Tensor, Tensor]]
-    ) -> None:
+    def __init__(self, groups: Iterable[dict[str, Any]], pairs: Iterable[Row]) -> None:
         self._rest = {id(master): (param, master) for param, master in pairs}
-        self._groups = []
+        self._parts: list[_Part] = []
         for group in groups:
-            rows = [self._rest.pop(id(p)) for p in group["params"] if id(p) in self._rest]
-            rows = [row for row in rows if stored_grad(row[0]) is not None]
-            if rows:
-                self._groups.append(_Group(rows))
+            rows = [self._rest.pop(id(param), (param, param)) for param in group["params"]]
+            self._parts += _parts([row for row in rows if stored_grad(row[0]) is not None])
+
+    def take_back(self) -> None:
+        """The call has failed: masters have no gradients that they had not before."""
+        for part in self._parts:
+            part.take_back()
 
     def follow(self) -> set[int] | None:
         """Clear those of half parameters, as the call has cleared the masters'.
 
         Returns:
-            None where it has cleared all; else the ids of the half parameters that it has.
+            None where it has cleared all; else the ids of the parameters whose gradients it has.
         """
         # of no group: a checkpoint may have put half parameters into the groups
         clear_halves(self._rest.values(), set_to_none=True)
-        cleared = [group for group in self._groups if group.follow()]
-        if len(cleared) == len(self._groups):
+        cleared = [part for part in self._parts if part.follow()]
+        if len(cleared) == len(self._parts):
             return None
-        return {id(param) for group in cleared for param, _ in group.rows}
+        return {id(param) for part in cleared for param, _ in part.rows}
 
 
-def clear_halves(pairs: Iterable[tuple[Tensor, Tensor]], set_to_none: bool) -> None:
+def clear_halves(pairs: Iterable[Row], set_to_none: bool) -> None:
     """Clear those of half parameters, as ``optimizer.zero_grad`` has cleared the masters'.
 
     A master gets zeros with the step, of its parameter, and what a backward adds to these.

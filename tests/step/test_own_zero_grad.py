@@ -92,25 +92,68 @@ class ClearsTheFirstGroup(SGD):
             param.grad = None
 
 
+@pytest.mark.parametrize("delay", [False, True])
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
-def test_gradients_of_the_other_group_add_up(amp: ModuleType, level: str) -> None:
+def test_gradients_of_the_other_group_add_up(amp: ModuleType, level: str, delay: bool) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 8))
     groups = [{"params": part.parameters()} for part in model]
     optimizer = ClearsTheFirstGroup(groups, lr=1.0)
     amp.initialize(model, optimizer, opt_level=level, verbosity=0)
 
-    def backward() -> None:
+    def backward(**options: bool) -> None:
         loss = model(torch.linspace(-1, 1, 12).reshape(3, 4)).float().square().mean()
-        scaled_backward(amp, loss, optimizer)
+        scaled_backward(amp, loss, optimizer, **options)
 
     def gradients() -> list[Tensor]:
         return [master.grad.clone() for master in amp.master_params(optimizer)]
 
     backward()
     once = gradients()
+    model.zero_grad()
+    for master in amp.master_params(optimizer):
+        master.grad = None
+    backward(delay_unscale=delay)
     optimizer.zero_grad()
     backward()
     twice = gradients()
     torch.testing.assert_close(twice[:2], once[:2])
     torch.testing.assert_close(twice[2:], [2 * grad for grad in once[2:]])
+
+
+class ClearsMatrices(SGD):
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.dim() > 1:
+                    param.grad = None
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_matrices_of_a_group_may_be_cleared_and_vectors_left(amp: ModuleType, level: str) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = ClearsMatrices(model.parameters(), lr=1.0)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        scaled_backward(amp, model(torch.ones(1, 3)).float().sum(), optimizer)
+    weight, bias = (master.grad.max().item() for master in amp.master_params(optimizer))
+    assert (weight, bias) == (1.0, 2.0)
+
+
+class Fails(SGD):
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        raise ArithmeticError
+
+
+def test_a_call_that_fails_leaves_masters_without_gradients(amp: ModuleType) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = Fails(model.parameters(), lr=1.0)
+    amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    scaled_backward(amp, model(torch.ones(1, 3)).float().sum(), optimizer)
+    optimizer.step()
+    with pytest.raises(ArithmeticError):
+        optimizer.zero_grad()
+    masters = [master for group in optimizer.param_groups for master in group["params"]]
+    assert [master.grad for master in masters] == [None, None]
+    assert all(param.grad is not None for param in model.parameters())
