@@ -155,7 +155,9 @@ def _is_added(node: ast.AST | None, nodes: list[ast.AST], grads: set[str]) -> bo
         return False
     sides = (node.left, node.right)
     own = [one for one in sides if not _has(one, grads)]
-    if len(own) != 1 or not _names(own[0]):
+    # a call whose result nobody takes may write gradients to anything
+    writes = any(isinstance(one, ast.Expr) and isinstance(one.value, ast.Call) for one in nodes)
+    if writes or len(own) != 1 or not _names(own[0]):
         return False
     return _names(own[0]) <= _saved(nodes) - _multiplied(nodes, grads)
 
