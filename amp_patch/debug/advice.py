@@ -112,7 +112,10 @@ def _on_operator(cause: Facts) -> str:
 
 def _on_range(cause: Facts) -> str:
     """Return the advice at a level that computes in float16."""
-    bfloat16 = f"{'O4' if cause.casts_functions else 'O5'}: bfloat16 has the range of float32."
+    level = "O4" if cause.casts_functions else "O5"
+    bfloat16 = f"{level}: bfloat16 has the range of float32."
+    if cause.level == level:  # which the script has told to take float16
+        bfloat16 = f"{level} as it is: bfloat16 has the range of float32."
     if cause.mended_by == "level" and cause.where == "forward":
         return (
             "float16, to which this level casts, cannot hold such values: bring them below 65504 "
@@ -154,7 +157,7 @@ def _on_rounding(cause: Facts) -> str:
     digits = "bfloat16 has three" if is_wide else "float16 has four"
     rounded = f"{digits} digits, so what should be {bound}."
     if cause.mended_by == "level":
-        return f"{_capital(rounded)} Take O1 or O2: float16 has four."
+        return f"{_capital(rounded)} Take O1 or O2 as they are: float16 has four."
     return f"{_in_float32(cause)} {_capital(rounded)}"
 
 

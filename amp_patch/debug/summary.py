@@ -62,7 +62,7 @@ class LossSummary(NamedTuple):
 def _last(several: Sequence[object], what: str) -> list[str]:
     """Return a line for each of the last ones: of many folds, say, each has an optimizer."""
     earlier = len(several) - _MOST_LINES
-    first = [f"{earlier} earlier {what}: see amp.summary().{what}"] if earlier > 0 else []
+    first = [f"{earlier} earlier: see amp.summary().{what}"] if earlier > 0 else []
     return [*first, *map(str, several[-_MOST_LINES:])]
 
 

@@ -40,7 +40,7 @@ def command(
     observed = observe(tool, script, {"steps": steps}, opt_level)
     found = observed.first()
     if len(observed.found) > 1:
-        found = max(observed.found, key=_found_out)
+        found = max(observed.found, key=_what_it_explains)
         count = len(observed.found)
         click.echo(
             f"{count} processes; told is the one that shows most of what overflowed.", err=True
@@ -74,7 +74,7 @@ _FLUSHED = (
 )
 
 
-def _found_out(found: dict[str, Any]) -> tuple[int, int]:
+def _what_it_explains(found: dict[str, Any]) -> tuple[int, int]:
     """Return how many overflows a process can explain, and how many it had.
 
     A step is skipped on all ranks where one overflows, but only that one has the cause.

@@ -23,8 +23,8 @@ NAME = "told-to-end-"
 #: Seconds that a script gets to do anything, and where others of its processes live, which may wait
 #: for their data.
 GRACE, GRACE_BESIDE_OTHERS = 10.0, 60.0
-#: The share of a processor that one who waits may take: he may look every now and then.
-_LITTLE = 0.02
+#: The share of a processor that a process may take which waits: it may look every now and then.
+_LITTLE = 0.05
 #: In the command of a process that multiprocessing itself has started.
 _HELPERS = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver")
 
@@ -85,19 +85,22 @@ class IdleWatch:
 
     def __init__(self, process: int, folder: Path) -> None:
         self._process, self._folder = process, folder
-        self._since, self._taken = 0.0, -1.0
+        self._since = 0.0
+        self._taken: dict[int, float] = {}  # by each process until then, in seconds
 
     def is_idle(self) -> bool:
         """Return whether the script only waits, for as long as it may, for one that has ended."""
         told = {int(path.name.removeprefix(NAME)) for path in self._folder.glob(f"{NAME}*")}
         living = list(descendants(self._process)) if told else []
-        now, taken = time.monotonic(), sum(one.seconds for one in living)
-        is_waiting = bool(living) and told.isdisjoint(one.number for one in living)
-        # fewer seconds than before: one of the processes has ended
-        most = self._taken + _LITTLE * max(GRACE, now - self._since)
-        if not (is_waiting and self._taken <= taken <= most):
+        now, taken = time.monotonic(), {one.number: one.seconds for one in living}
+        is_waiting = bool(living) and told.isdisjoint(taken)
+        most = _LITTLE * max(GRACE, now - self._since)
+        if not (
+            is_waiting
+            and taken.keys() == self._taken.keys()
+            and all(seconds - self._taken[one] <= most for one, seconds in taken.items())
+        ):
             self._since, self._taken = now, taken
             return False
-        others = (one.number for one in living if one.number != self._process)
-        is_alone = all(map(_is_helper, others))
+        is_alone = all(_is_helper(one) for one in taken if one != self._process)
         return now - self._since > (GRACE if is_alone else GRACE_BESIDE_OTHERS)

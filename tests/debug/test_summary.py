@@ -105,7 +105,7 @@ def test_of_many_optimizers_the_last_are_told(amp: ModuleType) -> None:
     first, *lines = [line.strip() for line in repr(summary).splitlines() if "loss 0: " not in line][
         1:
     ]
-    assert first == "3 earlier optimizers: see amp.summary().optimizers"
+    assert first == "3 earlier: see amp.summary().optimizers"
     assert lines == [str(one) for one in summary.optimizers[3:]]
     assert len(lines) == 20
 

@@ -31,7 +31,7 @@ def continued(runs: Sequence[Run]) -> list[str]:
 
 
 def _goes_on(run: Run, first: Run) -> bool:
-    if run.outcome.kind == NO_STEPS or run.resumed and not first.resumed:
+    if run.outcome.kind == NO_STEPS or (run.resumed and first.resumed is False):
         return True
     end = first.final_loss
     if end is None or not run.losses or not math.isfinite(end + run.losses[0]):

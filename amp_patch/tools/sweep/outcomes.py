@@ -72,9 +72,10 @@ class Run:
         return self.outcome.kind == FINISHED
 
     @property
-    def resumed(self) -> bool:
-        """Whether an optimizer had the state of steps before the first one."""
-        return bool(self.about.get("resumed"))
+    def resumed(self) -> bool | None:
+        """Whether an optimizer had the state of steps before the first one; None: not known."""
+        resumed: bool | None = self.about.get("resumed")
+        return resumed
 
     @property
     def losses(self) -> list[float]:

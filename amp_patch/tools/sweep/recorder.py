@@ -186,7 +186,7 @@ class Recorder(StepObserver):
 
     def _write(self) -> None:
         if not self._written:
-            self._lines.write({"about": {**about(), "resumed": bool(self._has_state)}})
+            self._lines.write({"about": {**about(), "resumed": self._has_state}})
             at_end(self.end)  # before the file is closed, which was registered just now
         self._written += 1
         self._lines.write(self._round.as_line())

@@ -164,6 +164,8 @@ def test_a_level_that_had_an_optimizers_state_goes_on_though_its_loss_does_not_s
     assert compared(runs, 1e-6).continued == []
     assert any(words in line for line in tables.remarks(compared(runs, 1e-6)))
     runs[1].about["resumed"] = True
+    assert compared(runs, 1e-6).continued == []  # of the first nothing is known
+    runs[0].about["resumed"] = False
     assert compared(runs, 1e-6).continued == ["O1"]
     assert not any(words in line for line in tables.remarks(compared(runs, 1e-6)))
     runs[0].about["resumed"] = True  # each begins with what was learned before

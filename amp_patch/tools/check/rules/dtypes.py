@@ -100,14 +100,16 @@ def forward_call(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
     """A direct call of ``forward`` of a model whose hooks cast: O1 and O4 have none by default."""
     for call in trace.named(".forward"):
         inits = [] if call.receiver is None else trace.of_models(call.receiver, call)
-        if any(
-            not one.levels or one.is_at("O2", "O3", "O5") or _casts_outputs(one) for one in inits
-        ):
+        if any(map(_may_have_hooks, inits)):
             yield call.node, "model.forward()"
 
 
-def _casts_outputs(one: Initialization) -> bool:
-    return "cast_model_outputs" in one.call.arguments.keywords
+def _may_have_hooks(one: Initialization) -> bool:
+    """Return whether a model may get hooks that cast, also where O1 is only an option's default."""
+    given = one.call.arguments.get("opt_level", 3)
+    is_option = any(value.default is not None for value in flat(given, one.call.guards))
+    casts_outputs = "cast_model_outputs" in one.call.arguments.keywords
+    return is_option or casts_outputs or not one.levels or one.is_at("O2", "O3", "O5")
 
 
 @rule(
