@@ -25,6 +25,8 @@ from amp_patch.scaling.scale_rule import ScaleRule
 FLAGGED: dict[str, tuple[str, Callable[..., torch.optim.Optimizer], bool]] = {
     "AdamW, one pass": ("O2", torch.optim.AdamW, True),
     "SGD, one pass": ("O2", functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9), True),
+    "RMSprop, one pass": ("O2", functools.partial(torch.optim.RMSprop, centered=True), True),
+    "Adagrad, one pass": ("O2", torch.optim.Adagrad, True),
     "LAMB, one pass": ("O2", FusedLAMB, True),
     "fused AdamW, O1": ("O1", functools.partial(torch.optim.AdamW, fused=True), False),
     "fused AdamW, O2": ("O2", functools.partial(torch.optim.AdamW, fused=True), False),
