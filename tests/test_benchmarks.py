@@ -62,6 +62,7 @@ def test_a_quick_run_prints_a_line_for_each_thing_measured(
         assert line in done.stdout
 
 
+@pytest.mark.slow
 def test_host_rows_compare_each_level_with_what_it_must_beat(tmp_path: Path) -> None:
     out = tmp_path / "host.json"
     few = ("--rounds", "1", "--steps", "2", "--only", "penalty", "--cpu-time", "--quiet")

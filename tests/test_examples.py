@@ -182,6 +182,7 @@ def test_the_language_model_in_full_reaches_its_float32_loss(level: str) -> None
     assert result.final_loss == pytest.approx(reference.final_loss, rel=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pair", nightly_but(ORDINARY, TRAINABLE), ids="-".join)
 def test_a_level_learns_as_float32_does_in_the_dtypes_that_it_says(pair: tuple[str, str]) -> None:
     """In one test, for each process that looks at a pair has to train it."""

@@ -84,6 +84,7 @@ def test_sources_are_found_from_a_wheel(wheel: Path, tmp_path: Path) -> None:
     assert seen == lengths()
 
 
+@pytest.mark.slow
 def test_sources_are_found_from_an_editable_install(checkout: Path, tmp_path: Path) -> None:
     installed = tmp_path / "site"
     pip("install", "--no-deps", "--no-build-isolation", "--target", installed, "-e", checkout)

@@ -28,7 +28,8 @@ def signatures(owner: object, prefix: str, names: list[str]) -> Iterator[str]:
         value = getattr(owner, name)
         if isinstance(value, type):
             yield f"{prefix}.{name}{inspect.signature(value)}"
-            own = [one for one in vars(value) if not one.startswith("_")]
+            bases = [one for one in value.__mro__ if one.__module__.startswith("amp_patch.")]
+            own = {one for base in bases for one in vars(base) if not one.startswith("_")}
             yield from signatures(value, f"{prefix}.{name}", sorted(own))
         elif callable(value):
             yield f"{prefix}.{name}{inspect.signature(value)}"

@@ -719,6 +719,7 @@ def test_dynamic_shapes_do_not_compile_for_each_batch(amp):
     assert graphs() == 1
 
 
+@pytest.mark.slow
 # torch 2.6's own
 @pytest.mark.filterwarnings("ignore:Skipping serialization of skipfiles_inline:UserWarning")
 @pytest.mark.parametrize("opt_level", nightly_but(("O1",), ("O1", "O2")))

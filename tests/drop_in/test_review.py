@@ -20,6 +20,7 @@ print(f"{amp.__name__} on {parser.parse_args().local_rank}\\n", end="")
 """
 
 
+@pytest.mark.slow
 def test_torchs_launcher_runs_under_amp_patch(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(RANKS)

@@ -307,6 +307,7 @@ BACKWARD = """
 """
 
 
+@pytest.mark.slow
 def test_the_operator_is_named_whose_backward_overflows(script, tmp_path: Path) -> None:
     path = tmp_path / "backward.py"
     path.write_text(textwrap.dedent(BACKWARD))

@@ -46,6 +46,7 @@ def test_a_report_of_runs_without_steps_is_written(tmp_path: Path) -> None:
     assert "nothing to recommend" in (tmp_path / "report.html").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     nightly_but(
