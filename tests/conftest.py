@@ -40,7 +40,7 @@ torch.sparse.check_sparse_tensor_invariants.disable()
 
 # see CONTRIBUTING.md; `support.examples` draws more or fewer than the profile says. The ordinary
 # run draws the same each time, so that a red one is red again; the nightly one looks further.
-for profile, examples in (("ordinary", 20), ("nightly", 400)):
+for profile, examples in (("ordinary", 12), ("nightly", 400)):
     hypothesis.settings.register_profile(
         profile,
         max_examples=examples,

@@ -59,7 +59,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 
 @pytest.mark.parametrize(
-    ("profile", "number"), [(None, 20), pytest.param("nightly", 400, marks=pytest.mark.slow)]
+    ("profile", "number"), [(None, 12), pytest.param("nightly", 400, marks=pytest.mark.slow)]
 )
 def test_a_test_that_patches_nothing_passes_and_properties_draw_what_the_profile_says(
     run_tests, monkeypatch: pytest.MonkeyPatch, profile: str | None, number: int
