@@ -2,7 +2,7 @@
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import Adagrad, Optimizer
 
 from amp_patch.optimizers.groups import StepInputs
 
@@ -42,3 +42,19 @@ def same_state(ours: Optimizer, theirs: Optimizer) -> None:
         assert mine.keys() == expected.keys()
         for name, value in expected.items():
             assert value is mine[name] is None or torch.equal(mine[name], value)
+
+
+def _adagrad_makes_states() -> bool:
+    param = torch.nn.Parameter(torch.ones(1))
+    optimizer = Adagrad([param])
+    optimizer.state.clear()
+    param.grad = torch.ones(1)
+    try:
+        optimizer.step()
+    except KeyError:
+        return False
+    return True
+
+
+#: Whether torch's Adagrad makes the state of a parameter that has none; that of torch 2.6 fails.
+ADAGRAD_MAKES_STATES = _adagrad_makes_states()

@@ -2,10 +2,11 @@
 
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from stepping import give_gradients, inputs_of, random_values, same_state
+from stepping import ADAGRAD_MAKES_STATES, give_gradients, inputs_of, random_values, same_state
 from torch import nn
 from torch.optim import Adagrad
 
@@ -40,6 +41,7 @@ def test_steps_have_the_bits_and_the_state_of_torchs(options: dict[str, Any], se
         same_state(ours, theirs)
 
 
+@pytest.mark.skipif(not ADAGRAD_MAKES_STATES, reason="torch 2.6 makes no state later")
 def test_sums_of_a_later_group_start_as_torch_starts_them() -> None:
     ours, theirs = (
         Adagrad([nn.Parameter(torch.ones(2))], lr=0.1, initial_accumulator_value=0.5)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from stepping import inputs_of
+from stepping import ADAGRAD_MAKES_STATES, inputs_of
 from torch import Tensor, nn
 from torch.optim import Adagrad, Adam, Optimizer, RMSprop
 
@@ -18,8 +18,9 @@ UPDATES: dict[str, tuple[type[CountedUpdate], type[Optimizer], dict[str, Any]]] 
     "adam, fused": (AdamUpdate, Adam, {"fused": True, "amsgrad": True}),
     "rmsprop": (RMSpropUpdate, RMSprop, {"momentum": 0.9}),
     "rmsprop, centered": (RMSpropUpdate, RMSprop, {"centered": True}),
-    "adagrad": (AdagradUpdate, Adagrad, {"initial_accumulator_value": 0.5}),
 }
+if ADAGRAD_MAKES_STATES:
+    UPDATES["adagrad"] = AdagradUpdate, Adagrad, {"initial_accumulator_value": 0.5}
 
 
 def started(kind: Any, options: dict[str, Any], grad: Tensor) -> Optimizer:

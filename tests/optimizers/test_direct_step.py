@@ -18,6 +18,7 @@ import torch.distributed as dist
 from drawn_trainings import ACTIONS, EPS, Run, assert_same, gradients_of
 from hypothesis import given
 from hypothesis import strategies as st
+from stepping import ADAGRAD_MAKES_STATES
 from support import drawn_for, profiled, scaled_backward, trains
 from torch import Tensor, nn
 from torch.distributed.tensor import distribute_tensor
@@ -573,6 +574,9 @@ RESETS: dict[str, Callable[[Any], Any]] = {
 def test_state_that_was_taken_away_begins_anew(
     amp: ModuleType, name: str, reset: str, steps: tuple[int, ...]
 ) -> None:
+    if "adagrad" in name and not ADAGRAD_MAKES_STATES:
+        pytest.skip("torch 2.6 makes no state later")
+
     def train(level: str | None) -> tuple[list[Tensor], int]:
         torch.manual_seed(0)
         model = nn.Linear(3, 2)
