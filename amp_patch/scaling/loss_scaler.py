@@ -162,7 +162,7 @@ class LossScaler:
 
     def move(self, overflow: bool) -> bool:
         """Do `update`, or let the override do it in its own way."""
-        if self.override is None or not self.is_overridden:
+        if self.override is None or not self.override.is_on:
             return self.update(overflow)
         before = self.loss_scale()
         self.skipped = self.override.move(overflow)

@@ -1,10 +1,13 @@
 """What tests of updates share: the inputs of a group's step, and a comparison of two optimizers."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Adagrad, Optimizer
 
-from amp_patch.optimizers.groups import StepInputs
+from amp_patch.optimizers.groups import GroupUpdate, StepInputs
 
 
 def random_values(generator: torch.Generator) -> list[Tensor]:
@@ -44,8 +47,25 @@ def same_state(ours: Optimizer, theirs: Optimizer) -> None:
             assert value is mine[name] is None or torch.equal(mine[name], value)
 
 
+def assert_torchs_steps(
+    kind: Callable[..., Optimizer], update: GroupUpdate, options: dict[str, Any], seed: int
+) -> None:
+    """Assert that three steps leave the bits, and the state, that torch's own leave."""
+    generator = torch.Generator().manual_seed(seed)
+    values = random_values(generator)
+    ours, theirs = (
+        kind([nn.Parameter(value.clone()) for value in values], lr=0.1, **options) for _ in range(2)
+    )
+    for _ in range(3):
+        give_gradients([ours, theirs], generator)
+        theirs.step()
+        with torch.no_grad():
+            update.step(inputs_of(ours))
+        same_state(ours, theirs)
+
+
 def _adagrad_makes_states() -> bool:
-    param = torch.nn.Parameter(torch.ones(1))
+    param = nn.Parameter(torch.ones(1))
     optimizer = Adagrad([param])
     optimizer.state.clear()
     param.grad = torch.ones(1)

@@ -6,7 +6,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from stepping import ADAGRAD_MAKES_STATES, give_gradients, inputs_of, random_values, same_state
+from stepping import (
+    ADAGRAD_MAKES_STATES,
+    assert_torchs_steps,
+    inputs_of,
+    same_state,
+)
 from torch import nn
 from torch.optim import Adagrad
 
@@ -26,19 +31,7 @@ from amp_patch.optimizers.adagrad import AdagradUpdate
     seed=st.integers(0, 2**32),
 )
 def test_steps_have_the_bits_and_the_state_of_torchs(options: dict[str, Any], seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    values = random_values(generator)
-    ours, theirs = (
-        Adagrad([nn.Parameter(value.clone()) for value in values], lr=0.1, **options)
-        for _ in range(2)
-    )
-    update = AdagradUpdate()
-    for _ in range(3):
-        give_gradients([ours, theirs], generator)
-        theirs.step()
-        with torch.no_grad():
-            update.step(inputs_of(ours))
-        same_state(ours, theirs)
+    assert_torchs_steps(Adagrad, AdagradUpdate(), options, seed)
 
 
 @pytest.mark.skipif(not ADAGRAD_MAKES_STATES, reason="torch 2.6 makes no state later")

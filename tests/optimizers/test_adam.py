@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from stepping import give_gradients, inputs_of, random_values, same_state
+from stepping import assert_torchs_steps, inputs_of
 from torch import nn
 from torch.optim import Adam, AdamW, Optimizer
 
@@ -29,18 +29,7 @@ TYPES = {Adam: AdamUpdate, AdamW: AdamWUpdate}
 def test_steps_have_the_bits_and_the_state_of_torchs(
     kind: type[Optimizer], options: dict[str, Any], seed: int
 ) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    values = random_values(generator)
-    ours, theirs = (
-        kind([nn.Parameter(value.clone()) for value in values], lr=0.1, **options) for _ in range(2)
-    )
-    update = TYPES[kind]()
-    for _ in range(3):
-        give_gradients([ours, theirs], generator)
-        theirs.step()
-        with torch.no_grad():
-            update.step(inputs_of(ours))
-        same_state(ours, theirs)
+    assert_torchs_steps(kind, TYPES[kind](), options, seed)
 
 
 def test_kernels_get_a_column_for_each_tensor_and_the_options_in_order() -> None:

@@ -5,8 +5,7 @@ from typing import Any
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from stepping import give_gradients, inputs_of, random_values, same_state
-from torch import nn
+from stepping import assert_torchs_steps
 from torch.optim import RMSprop
 
 from amp_patch.optimizers.rmsprop import RMSpropUpdate
@@ -26,19 +25,7 @@ from amp_patch.optimizers.rmsprop import RMSpropUpdate
     seed=st.integers(0, 2**32),
 )
 def test_steps_have_the_bits_and_the_state_of_torchs(options: dict[str, Any], seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    values = random_values(generator)
-    ours, theirs = (
-        RMSprop([nn.Parameter(value.clone()) for value in values], lr=0.1, **options)
-        for _ in range(2)
-    )
-    update = RMSpropUpdate()
-    for _ in range(3):
-        give_gradients([ours, theirs], generator)
-        theirs.step()
-        with torch.no_grad():
-            update.step(inputs_of(ours))
-        same_state(ours, theirs)
+    assert_torchs_steps(RMSprop, RMSpropUpdate(), options, seed)
 
 
 def test_kernels_get_the_options_in_order() -> None:

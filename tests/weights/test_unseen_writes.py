@@ -372,9 +372,13 @@ def test_nothing_is_looked_at_where_numbers_are_missing() -> None:
     assert masters[0]._version == 0
 
 
+@pytest.mark.parametrize("of_master", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
-def test_a_weight_that_is_set_to_its_transpose_stays_so(amp: ModuleType, level: str) -> None:
-    model = nn.Linear(4, 4)
+def test_what_is_set_to_its_transpose_stays_so(
+    amp: ModuleType, level: str, bias: bool, of_master: bool
+) -> None:
+    model = nn.Linear(4, 4, bias=bias)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     amp.initialize(model, optimizer, opt_level=level, verbosity=0)
 
@@ -385,10 +389,12 @@ def test_a_weight_that_is_set_to_its_transpose_stays_so(amp: ModuleType, level: 
 
     step()
     before = model.weight.detach().clone()
-    model.weight.data = model.weight.data.t()  # in the same memory
-    step()
-    assert torch.equal(model.weight, before.t())
-    assert torch.equal(model.state_dict()["weight"].to(before.dtype), before.t())
+    written = next(iter(amp.master_params(optimizer))) if of_master else model.weight
+    written.data = written.data.t()  # in the same memory
+    for _ in range(2):
+        step()
+        assert torch.equal(model.weight, before.t())
+        assert torch.equal(model.state_dict()["weight"].to(before.dtype), before.t())
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
@@ -404,24 +410,3 @@ def test_a_weight_of_another_shape_that_no_step_has_taken_is_released(
     amp.deactivate()
     assert {param.dtype for param in model.parameters()} == {torch.float32}
     assert model(torch.ones(1, 4)).tolist() == [[2.0, 2.0]]
-
-
-@pytest.mark.parametrize("level", ["O2", "O5"])
-def test_a_master_that_is_set_to_its_transpose_stays_so(amp: ModuleType, level: str) -> None:
-    model = nn.Linear(4, 4, bias=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        scaled_backward(amp, model(torch.ones(2, 4)).float().sum(), optimizer)
-        optimizer.step()
-
-    step()
-    before = model.weight.detach().clone()
-    (master,) = amp.master_params(optimizer)
-    master.data = master.data.t()  # in the same memory
-    for _ in range(2):
-        step()
-        assert torch.equal(model.weight, before.t())
-        assert torch.equal(model.state_dict()["weight"].to(before.dtype), before.t())
