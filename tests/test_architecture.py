@@ -37,6 +37,7 @@ FLOORS = (
     {"mistakes"},
     {"step"},
     {"optimizers", "scaling", "half_model"},
+    {"gradients"},
     {"weights"},
     {"casting", "distributed"},
     {"kernels"},
@@ -52,7 +53,7 @@ FLOORS = (
     },
 )
 #: Rooms in which each module has tests of its own, tests/ROOM/test_MODULE.py.
-MIRRORED = ("casting", "kernels", "optimizers", "scaling", "step", "weights")
+MIRRORED = ("casting", "gradients", "kernels", "optimizers", "scaling", "step", "weights")
 MAX_BODY_LINES = 40
 MAY_IMPORT_CUPY = ("kernels/cuda_compiler.py", "kernels/cuda_module.py")
 # cupy is optional; importing dynamo replaces torch.manual_seed, so importing amp_patch must not;

@@ -19,13 +19,13 @@ from torch.autograd import Variable
 from torch.optim import Optimizer
 
 from amp_patch import kernels
+from amp_patch.gradients.foreign_gradients import Watch
 from amp_patch.kernels import GradCheck
 from amp_patch.optimizers.groups import params_of
 from amp_patch.scaling.loss_scaler import LossScaler
 from amp_patch.scaling.scale_rule import ScaleRule
 from amp_patch.step.autograd_graph import OF_GRAD_SCALER
 from amp_patch.step.backward_pass import BackwardPass
-from amp_patch.step.foreign_gradients import Watch
 from amp_patch.step.loss_scaling import Found, LossScaling
 from amp_patch.step.optimizer_step import OptimizerStep
 from amp_patch.step.prepared_optimizers import PreparedOptimizers

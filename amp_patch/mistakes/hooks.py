@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from amp_patch.step.earlier_gradients import reading_hooks
+from amp_patch.gradients.earlier_gradients import reading_hooks
 from amp_patch.warn_once import warn_once
 
 from .linear_hooks import is_linear_in_grad, only_multiplies

@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef
 
 from amp_patch.casting.mode import HALVES
+from amp_patch.gradients.foreign_gradients import Watch
 from amp_patch.kernels import values
 from amp_patch.optimizers.groups import params_of
-from amp_patch.step.foreign_gradients import Watch
 from amp_patch.step.optimizer_backward import OptimizerBackward
 from amp_patch.step.prepared_optimizers import PreparedOptimizers
 from amp_patch.warn_once import warn, warn_once

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from amp_patch.gradients.gradient_offer import class_of
 from amp_patch.kernels.strips import lie_alike
 from amp_patch.patching import Patches
-from amp_patch.weights.gradient_offer import class_of
 
 #: Returns whether a tensor is on a GPU for which torch has fused kernels.
 ON_GPU: Callable[[Tensor], bool] = operator.attrgetter("is_cuda")

@@ -13,10 +13,10 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.optim import Optimizer
 
+from amp_patch.gradients.half_gradients import LargeInHalf
 from amp_patch.kernels import torch_kernels, torch_optimizers
 from amp_patch.kernels.strips import Strips, cut, lie_alike, strip_length
 from amp_patch.kernels.without_grad import without_grad
-from amp_patch.weights.half_gradients import LargeInHalf
 from amp_patch.weights.lazy_gradients import LazyGradients
 from amp_patch.weights.parameter_lists import (
     stored_grad,

@@ -18,12 +18,12 @@ from amp_patch.casting.weight_cache import WeightCache
 from amp_patch.distributed.agreement import agree
 from amp_patch.distributed.process_groups import without_repetition
 from amp_patch.distributed.unsynced import Unsynced
+from amp_patch.gradients.foreign_gradients import Watch
+from amp_patch.gradients.param_pairs import ParamPairs
 from amp_patch.kernels.default_device import without_default_device
 
-from .foreign_gradients import Watch
 from .loss_scaling import Found, LossScaling, PendingCheck
 from .optimizer_backward import OptimizerBackward
-from .param_pairs import ParamPairs
 from .skip import Skip
 from .watched_backward import (
     WatchedBackward,

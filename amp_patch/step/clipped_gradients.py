@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_patch.distributed.norms import clip_by_norm
+from amp_patch.gradients.gradients import Gradients
 from amp_patch.optimizers.fused_step import FusedStep
 from amp_patch.weights.parameter_lists import are_same
 
-from .gradients import Gradients
 from .held_params import HeldParams
 
 if TYPE_CHECKING:

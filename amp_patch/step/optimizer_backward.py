@@ -17,21 +17,21 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_patch.distributed.process_groups import StepRanks
+from amp_patch.gradients.foreign_gradients import ForeignGradients, Watch
+from amp_patch.gradients.gradient_offer import GradientOffer
+from amp_patch.gradients.gradients import Gradients
+from amp_patch.gradients.param_pairs import Apart, ParamPairs
+from amp_patch.gradients.reached_masters import ReachedMasters
 from amp_patch.kernels import GradCheck
 from amp_patch.kernels.graph_capture import captures
 from amp_patch.optimizers.device_flag import skips_by_flag
 from amp_patch.optimizers.fused_step import FusedStep
 from amp_patch.warn_once import warn
-from amp_patch.weights.gradient_offer import GradientOffer
 from amp_patch.weights.parameter_lists import Tensors, are_same, have_none, stored_grad
 
 from .clipped_gradients import ClippedGradients
-from .foreign_gradients import ForeignGradients, Watch
 from .given_gradients import skip_nonfinite
-from .gradients import Gradients
 from .held_params import HeldParams
-from .param_pairs import Apart, ParamPairs
-from .reached_masters import ReachedMasters
 from .skip import Skip
 from .zeroing import Zeroing
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from amp_patch.gradients.gradients import Gradients
+from amp_patch.gradients.param_pairs import ParamPairs
+from amp_patch.gradients.shown_gradients import WATCHED_PASSES
 from amp_patch.warn_once import warn_once
 
-from .gradients import Gradients
-from .param_pairs import ParamPairs
-from .shown_gradients import WATCHED_PASSES
 from .skip import Skip
 
 

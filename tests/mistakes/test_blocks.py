@@ -26,7 +26,7 @@ from training import (
 )
 
 from amp_patch import amp as core
-from amp_patch.step.gradients import Gradients
+from amp_patch.gradients.gradients import Gradients
 
 INPUTS = next(batches())
 

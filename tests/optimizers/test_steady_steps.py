@@ -19,11 +19,11 @@ from support import nightly_but, scaled_backward
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from amp_patch.gradients.gradient_buffers import GradientBuffers
+from amp_patch.gradients.param_pairs import ParamPairs
 from amp_patch.kernels import cuda_optimizers, dense_rows
 from amp_patch.optimizers import FusedLAMB
 from amp_patch.optimizers.cuda_step import _Launches
-from amp_patch.step.gradient_buffers import GradientBuffers
-from amp_patch.step.param_pairs import ParamPairs
 
 RULES: dict[str, Callable[..., Optimizer]] = {
     "adamw": functools.partial(AdamW, lr=0.05, eps=1e-3),

@@ -9,9 +9,9 @@ from torch import nn
 from torch.optim import SGD
 
 from amp_patch.distributed.process_groups import StepRanks
+from amp_patch.gradients.gradients import Gradients
 from amp_patch.session import session
 from amp_patch.step.clipped_gradients import ClippedGradients
-from amp_patch.step.gradients import Gradients
 from amp_patch.step.held_params import HeldParams
 
 

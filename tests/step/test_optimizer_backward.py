@@ -10,9 +10,9 @@ from support import scaled_backward
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
+from amp_patch.gradients.shown_gradients import WATCHED_PASSES
 from amp_patch.step.held_params import HeldParams
 from amp_patch.step.optimizer_backward import OptimizerBackward
-from amp_patch.step.shown_gradients import WATCHED_PASSES
 from amp_patch.step.skip import Skip
 
 

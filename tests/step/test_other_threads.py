@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from amp_patch import amp as core
+from amp_patch.gradients.gradients import Gradients
 from amp_patch.session import session
-from amp_patch.step.gradients import Gradients
 
 
 def in_thread(act: Callable[[], object]) -> None:

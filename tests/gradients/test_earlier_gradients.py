@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from amp_patch.step.earlier_gradients import EarlierGradients
+from amp_patch.gradients.earlier_gradients import EarlierGradients
 
 #: Of one parameter: what it had before the pass, and whether the pass writes another.
 ROWS = st.lists(st.tuples(st.sampled_from(["none", "own", "view"]), st.booleans()), max_size=5)

@@ -6,8 +6,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from amp_patch.step.gradients import Gradients
-from amp_patch.step.param_pairs import ParamPairs
+from amp_patch.gradients.gradients import Gradients
+from amp_patch.gradients.param_pairs import ParamPairs
 from amp_patch.weights.lazy_gradients import LazyGradients
 
 

@@ -16,9 +16,9 @@ from support import scaled_backward
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from amp_patch.gradients.gradients import Gradients
+from amp_patch.gradients.param_pairs import ParamPairs
 from amp_patch.session import session
-from amp_patch.step.gradients import Gradients
-from amp_patch.step.param_pairs import ParamPairs
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 NAMES = ("a", "b", "norm")

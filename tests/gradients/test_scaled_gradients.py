@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from amp_patch.step.param_pairs import ParamPairs
-from amp_patch.step.scaled_gradients import ScaledGradients
+from amp_patch.gradients.param_pairs import ParamPairs
+from amp_patch.gradients.scaled_gradients import ScaledGradients
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from support import scaled_backward
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from amp_patch.step.param_pairs import Apart, ParamPairs
+from amp_patch.gradients.param_pairs import Apart, ParamPairs
 from amp_patch.weights.parameter_lists import are_same, listed
 
 

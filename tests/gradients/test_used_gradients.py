@@ -5,7 +5,7 @@ import weakref
 
 import torch
 
-from amp_patch.step.used_gradients import UsedGradients
+from amp_patch.gradients.used_gradients import UsedGradients
 
 
 def test_those_that_went_are_not_among_the_used() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from amp_patch.weights.gradient_offer import GradientOffer
+from amp_patch.gradients.gradient_offer import GradientOffer
 
 
 class Own(nn.Parameter):

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from amp_patch.step import gradient_buffers
-from amp_patch.step.gradients import Gradients
-from amp_patch.step.param_pairs import ParamPairs
+from amp_patch.gradients import gradient_buffers
+from amp_patch.gradients.gradients import Gradients
+from amp_patch.gradients.param_pairs import ParamPairs
 from amp_patch.tools.sweep.memory import LivingTensors
 from amp_patch.weights.lazy_gradients import LazyGradients
 

@@ -16,10 +16,10 @@ from torch import Tensor
 from amp_patch import kernels
 from amp_patch.distributed.shards import local
 from amp_patch.kernels.default_device import without_default_device
-from amp_patch.weights.half_gradients import HalfGradients
 from amp_patch.weights.lazy_gradients import LazyGradients
 from amp_patch.weights.parameter_lists import are_same, look_up, stored_grad
 
+from .half_gradients import HalfGradients
 from .param_pairs import ParamPairs
 from .shown_gradients import WatchedBits
 from .used_gradients import Reference, are_of, is_of

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from amp_patch.step.gradient_sums import add_to_earlier
-from amp_patch.step.param_pairs import ParamPairs
+from amp_patch.gradients.gradient_sums import add_to_earlier
+from amp_patch.gradients.param_pairs import ParamPairs
 
 LAYOUTS = st.sampled_from(["none", "dense", "sparse"])
 

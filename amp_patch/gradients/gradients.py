@@ -19,7 +19,6 @@ from amp_patch.distributed.shards import local, place_gradients
 from amp_patch.kernels import GradCheck
 from amp_patch.kernels.default_device import without_default_device
 from amp_patch.warn_once import warn
-from amp_patch.weights.half_gradients import HalfGradients, LargeInHalf
 from amp_patch.weights.lazy_gradients import LazyGradients
 from amp_patch.weights.own_gradients import OwnGradients
 from amp_patch.weights.parameter_lists import (
@@ -36,6 +35,7 @@ from amp_patch.weights.parameter_lists import (
 from .any_pass import AnyPass, Written
 from .earlier_gradients import EarlierGradients
 from .gradient_buffers import GradientBuffers
+from .half_gradients import HalfGradients, LargeInHalf
 from .param_pairs import ParamPairs
 from .received_gradients import ReceivedGradients
 from .scaled_gradients import ScaledGradients

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from amp_patch.kernels import GradCheck
 from amp_patch.kernels.dense_rows import chosen
-from amp_patch.weights.half_gradients import HalfGradients, LargeInHalf
 from amp_patch.weights.lazy_gradients import LazyGradients, Made, Source
 from amp_patch.weights.parameter_lists import are_same, have_none, store_grads
 
 from .earlier_gradients import EarlierGradients
 from .gradient_buffers import GradientBuffers
 from .gradient_sums import add_to_earlier
+from .half_gradients import HalfGradients, LargeInHalf
 from .param_pairs import ParamPairs
 
 

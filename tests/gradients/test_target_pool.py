@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from amp_patch.step.gradient_buffers import GradientBuffers
-from amp_patch.step.param_pairs import ParamPairs
-from amp_patch.step.target_pool import TargetPool
+from amp_patch.gradients.gradient_buffers import GradientBuffers
+from amp_patch.gradients.param_pairs import ParamPairs
+from amp_patch.gradients.target_pool import TargetPool
 
 SCALE = 4.0
 SIZES = (3, 2)

@@ -9,9 +9,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from amp_patch.step.param_pairs import ParamPairs
-from amp_patch.step.stepped_gradients import SteppedGradients
-from amp_patch.step.used_gradients import UsedGradients
+from amp_patch.gradients.param_pairs import ParamPairs
+from amp_patch.gradients.stepped_gradients import SteppedGradients
+from amp_patch.gradients.used_gradients import UsedGradients
 from amp_patch.weights.own_gradients import OwnGradients
 from amp_patch.weights.parameter_lists import stored_grad
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from amp_patch.weights.half_gradients import HalfGradients
+from amp_patch.gradients.half_gradients import HalfGradients
 
 SCALE = 1024.0
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from amp_patch.step.param_pairs import ParamPairs
-from amp_patch.step.received_gradients import ReceivedGradients
+from amp_patch.gradients.param_pairs import ParamPairs
+from amp_patch.gradients.received_gradients import ReceivedGradients
 
 
 def params_with_gradients() -> list[Tensor]:

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from amp_patch.gradients.gradient_buffers import GradientBuffers
+from amp_patch.gradients.param_pairs import ParamPairs
 from amp_patch.kernels import small_tensors
-from amp_patch.step.gradient_buffers import GradientBuffers
-from amp_patch.step.param_pairs import ParamPairs
 
 F16, F32 = torch.float16, torch.float32
 SCALE = 4.0
