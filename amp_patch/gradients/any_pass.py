@@ -29,13 +29,12 @@ class Written(NamedTuple):
     Attributes:
         pairs: those that have gradients, with their masters.
         grads: these gradients.
-        scale, is_checked: see `Gradients.receive`.
+        scale: see `Gradients.receive`.
     """
 
     pairs: ParamPairs
     grads: list[Tensor]
-    scale: float | Tensor
-    is_checked: bool
+    scale: float | Tensor | None
 
 
 class AnyPass:
@@ -71,19 +70,19 @@ class AnyPass:
 
     def _hold(self, lazy: LazyGradients, buffers: GradientBuffers, written: Written) -> GradCheck:
         """Let gradients wait for masters that have none: in half, where the step unscales them."""
-        pairs, grads, scale, is_checked = written
+        pairs, grads, scale = written
+        factor = 1.0 if scale is None else scale
         source: Source
         check: GradCheck
-        checked = buffers.check(grads, scale)
+        checked = buffers.check(grads, factor)
         if checked is not None:  # by kernels, which take dense ones
             check, halves = checked, buffers.of_masters(checked.grads)
-            source = HalfGradients(halves, scale, checked, buffers.rows_of_masters)
-        elif not isinstance(scale, Tensor) and (
-            late := buffers.unscale_small(grads, scale, is_checked)
-        ):
-            check, source = late, LargeInHalf(buffers.of_masters(late.grads), scale)
+            source = HalfGradients(halves, factor, checked, buffers.rows_of_masters)
+        elif not isinstance(scale, Tensor) and (late := buffers.unscale_small(grads, scale)):
+            halves = buffers.of_masters(late.grads)
+            check, source = late, LargeInHalf(halves, 1.0 if scale is None else scale)
         else:
-            check = buffers.unscale(grads, scale, is_checked)
+            check = buffers.unscale(grads, scale)
             received = buffers.of_masters(check.grads)
             if any(map(_IS_SPARSE, received)):
                 check.found_inf += self._add_earlier(pairs, check.grads)
@@ -115,8 +114,8 @@ class AnyPass:
         return GradCheck(written.grads, found_inf)
 
     def _unscale_share(self, buffers: GradientBuffers, written: Written) -> GradCheck:
-        pairs, grads, scale, is_checked = written
-        check = buffers.unscale(grads, scale, is_checked)
+        pairs, grads, scale = written
+        check = buffers.unscale(grads, scale)
         if self._earlier or not buffers.is_in_place:
             unscaled = buffers.spread(grads, check.grads)
             if not self._earlier and not buffers.are_all_masters:  # others have theirs in place

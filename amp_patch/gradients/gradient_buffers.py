@@ -108,13 +108,11 @@ class GradientBuffers:
             self._local(grads), self._parts.master, self._without_master, scale
         )
 
-    def unscale_small(
-        self, grads: list[Tensor], scale: float, is_checked: bool = True
-    ) -> GradCheck | None:
+    def unscale_small(self, grads: list[Tensor], scale: float | None) -> GradCheck | None:
         """Check all gradients, and unscale those that take little memory, or have no master.
 
         Args:
-            grads, scale, is_checked: see `unscale`.
+            grads, scale: see `unscale`.
 
         Returns:
             What was found, with the half gradients themselves for large masters, that are unscaled
@@ -125,7 +123,8 @@ class GradientBuffers:
         if not self._large or self._devices or self.is_spread or any(map(_IS_SPARSE, grads)):
             return None
         large = [grads[row] for row in self._large]
-        if scale < 1.0 or not set(map(_DTYPE, large)).issubset(HALVES):
+        is_enlarged = scale is not None and scale < 1.0
+        if is_enlarged or not set(map(_DTYPE, large)).issubset(HALVES):
             return None
         if self._rest is None:
             is_rest = [True] * len(grads)
@@ -133,9 +132,9 @@ class GradientBuffers:
                 is_rest[row] = False
             self._rest = is_rest, GradientBuffers(self._pairs.select(is_rest))
         is_rest, buffers = self._rest
-        check = buffers.unscale(list(compress(grads, is_rest)), scale, is_checked)
+        check = buffers.unscale(list(compress(grads, is_rest)), scale)
         unscaled = iter(check.grads)
-        found = torch_kernels.find_nonfinite(large) if is_checked else []
+        found = [] if scale is None else torch_kernels.find_nonfinite(large)
         all_grads = [next(unscaled) if r else g for r, g in zip(is_rest, grads, strict=True)]
         return GradCheck(all_grads, [*check.found_inf, *found])
 
@@ -197,20 +196,17 @@ class GradientBuffers:
             for grad, part, master in zip(grads, parts, self._pairs.master, strict=True)
         ]
 
-    def unscale(
-        self, grads: list[Tensor], scale: float | Tensor, is_checked: bool = True
-    ) -> GradCheck:
+    def unscale(self, grads: list[Tensor], scale: float | Tensor | None) -> GradCheck:
         """Unscale and check gradients.
 
         Args:
             grads: of all parameters.
-            scale: of their loss.
-            is_checked: False where the scale is 1 and no overflow has a consequence.
+            scale: of their loss; None: there was none, and no overflow has a consequence.
 
         Returns:
             What was found, with ``grads`` where the numbers that this rank holds of them went.
         """
-        if self._is_one_call and is_checked:
+        if self._is_one_call and scale is not None:
             check = self._check_in_place(grads, scale)
             if check is not None:
                 return check
@@ -223,7 +219,7 @@ class GradientBuffers:
             targets, are_dense = self._targets, True
         else:
             targets, are_dense = self._targets_for(grads, self._buffers), True
-        if not is_checked:
+        if scale is None:
             return self._unscale.copy(grads, targets, are_dense)
         places = self._storage if are_dense else ()
         storage = [[*pools, *[targets[row] for row in rows]] for pools, rows in places]

@@ -257,15 +257,12 @@ class Gradients:
             param.grad = None
         self._aside.put_back()
 
-    def receive(
-        self, pairs: ParamPairs, scale: float | Tensor, is_checked: bool = True
-    ) -> tuple[GradCheck, Tensors]:
+    def receive(self, pairs: ParamPairs, scale: float | Tensor | None) -> tuple[GradCheck, Tensors]:
         """Unscale and check what the backward wrote, and add what was set aside.
 
         Args:
             pairs: of the optimizer.
-            scale: of the loss.
-            is_checked: False where the scale is 1 and no overflow has a consequence.
+            scale: of the loss; None: there was none, and no overflow has a consequence.
 
         Returns:
             What the check found, and the parameters that got a gradient, in the same order.
@@ -278,7 +275,7 @@ class Gradients:
             self._buffers = GradientBuffers(pairs)
         if self._buffers.is_spread:
             grads = place_gradients(pairs.model, grads)
-        check = self._any_pass.take(self._buffers, Written(pairs, grads, scale, is_checked))
+        check = self._any_pass.take(self._buffers, Written(pairs, grads, scale))
         if grads and not self._buffers.is_in_place:
             self._written, self._halves = pairs, grads
             self._unscaled = check.grads
@@ -286,31 +283,32 @@ class Gradients:
         return check, self._buffers.params
 
     def receive_alone(
-        self, pairs: ParamPairs, scale: float | Tensor, is_checked: bool = True
+        self, pairs: ParamPairs, scale: float | Tensor | None
     ) -> tuple[GradCheck, Tensors]:
         """Do `receive`, `show` and `finish`, for a pass in which no other optimizer received.
 
         Most often it is a `UsualPass`.
         """
-        check = self._usual.take(self._buffers, pairs, scale, is_checked)
+        check = self._usual.take(self._buffers, pairs, scale)
         if check is None:
-            found = self.receive(pairs, scale, is_checked)
+            found = self.receive(pairs, scale)
             self.show(scale)
             self.finish()
             return found
         self.scaled.forget()
         return check, self._buffers.params
 
-    def show(self, scale: float | Tensor) -> None:
+    def show(self, scale: float | Tensor | None) -> None:
         """Let half gradients hold what their masters have received.
 
         Not those that a fused step is to unscale, which stay as the backward left them.
 
         Args:
-            scale: of which they were unscaled; where it was 1 they may hold it already.
+            scale: as `receive` got it; where nothing was multiplied they may hold it already.
         """
         unscaled, self._unscaled = self._unscaled, []
-        is_shown = not isinstance(scale, Tensor) and scale == 1.0 and not self._any_pass.has_added
+        was_scaled = isinstance(scale, Tensor) or (scale is not None and scale != 1.0)
+        is_shown = not (was_scaled or self._any_pass.has_added)
         if self._lazy is not None or self._written is None or is_shown:
             return
         if self._any_pass.has_added or any(map(_IS_SPARSE, self._halves)):
@@ -360,7 +358,7 @@ class Gradients:
         given = pairs.select(rows)
         earlier = [master for master in given.master if stored_grad(master) is not None]
         if given.model and all(map(self._own.has, earlier)):
-            self.receive(given, 1.0, is_checked=False)
+            self.receive(given, None)
             self.finish()
             self._came_from_outside = True
             if were_shown:

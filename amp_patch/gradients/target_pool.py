@@ -65,13 +65,13 @@ class TargetPool:
 
     @without_grad
     def take(
-        self, grads: list[Tensor], scale: float | Tensor, is_checked: bool, shows: bool
+        self, grads: list[Tensor], scale: float | Tensor | None, shows: bool
     ) -> GradCheck | None:
         """Copy half gradients to the targets, and unscale and check their memory.
 
         Args:
             grads: as a backward wrote them.
-            scale, is_checked: see `GradientBuffers.unscale`.
+            scale: see `GradientBuffers.unscale`.
             shows: whether the half gradients are to hold what is unscaled, too.
 
         Returns:
@@ -79,13 +79,15 @@ class TargetPool:
             or below 1, somebody holds a target, or a gradient is sparse, which torch does not copy.
         """
         targets = self._targets
-        if isinstance(scale, Tensor) or scale < 1.0 or not self._reusable.are_free():
+        if isinstance(scale, Tensor) or (scale is not None and scale < 1.0):
+            return None
+        if not self._reusable.are_free():
             return None
         try:
             torch._foreach_copy_(targets, grads)
         except RuntimeError:
             return None
-        if not is_checked:
+        if scale is None:
             return GradCheck(targets, [])
         check = self._check.run(self._memory, targets, scale)
         if shows and scale != 1.0:
@@ -98,12 +100,12 @@ class TargetPool:
 
     @without_grad
     def take_more(
-        self, grads: list[Tensor], scale: float | Tensor, is_checked: bool, shows: bool
+        self, grads: list[Tensor], scale: float | Tensor | None, shows: bool
     ) -> GradCheck | None:
         """Do `take` for a later pass of the same step: add to what the targets have.
 
         Args:
-            grads, scale, is_checked: see `take`.
+            grads, scale: see `take`.
             shows: whether the half gradients are to hold the sums.
 
         Returns:
@@ -111,7 +113,7 @@ class TargetPool:
         """
         if self._more is None:
             self._more = self._another()
-        check = self._more.take(grads, scale, is_checked, shows=False)
+        check = self._more.take(grads, scale, shows=False)
         if check is not None:
             torch._foreach_add_(self._memory, self._more._memory)
             if shows:

@@ -55,13 +55,13 @@ class UsualPass:
         self._received, self._used = received, used
 
     def take(
-        self, buffers: GradientBuffers, pairs: ParamPairs, scale: float | Tensor, is_checked: bool
+        self, buffers: GradientBuffers, pairs: ParamPairs, scale: float | Tensor | None
     ) -> GradCheck | None:
         """Take in a gradient of each parameter.
 
         Args:
             buffers: of the last pass.
-            pairs, scale, is_checked: see `Gradients.receive`.
+            pairs, scale: see `Gradients.receive`.
 
         Returns:
             What was found; None, with nothing done, where the pass is another.
@@ -75,16 +75,16 @@ class UsualPass:
         is_first = not (self._earlier or self._received)
         if pool is None:
             if is_first:
-                return buffers.unscale(grads, scale, is_checked)
-            return self._add_in_place(buffers, grads, scale, is_checked)
+                return buffers.unscale(grads, scale)
+            return self._add_in_place(buffers, grads, scale)
         give = self._give if is_first else self._give_more
-        check = give(pool, buffers.masters, grads, scale, is_checked)
+        check = give(pool, buffers.masters, grads, scale)
         if check is not None:
             self._received.note(pairs.model, grads, grads)
         return check
 
     def _add_in_place(
-        self, buffers: GradientBuffers, grads: list[Tensor], scale: float | Tensor, is_checked: bool
+        self, buffers: GradientBuffers, grads: list[Tensor], scale: float | Tensor | None
     ) -> GradCheck | None:
         """Add to what all parameters, which are stepped themselves, had before the pass."""
         params, earlier = self._earlier.params, self._earlier.grads
@@ -93,7 +93,7 @@ class UsualPass:
             return None
         if not are_same(params, buffers.params):
             return None
-        check = buffers.unscale(grads, scale, is_checked)
+        check = buffers.unscale(grads, scale)
         kernels.accumulate(earlier, grads)
         store_grads(params, earlier)
         self._earlier.clear()
@@ -104,14 +104,13 @@ class UsualPass:
         pool: TargetPool,
         masters: list[Tensor],
         grads: list[Tensor],
-        scale: float | Tensor,
-        is_checked: bool,
+        scale: float | Tensor | None,
     ) -> GradCheck | None:
         """Give masters, which have none, their gradients."""
         lazy = self._lazy
         if (lazy is not None and lazy.are_waiting) or not have_none(masters):
             return None
-        check = pool.take(grads, scale, is_checked, shows=lazy is None)
+        check = pool.take(grads, scale, shows=lazy is None)
         if check is None:
             return None
         if lazy is None:
@@ -126,8 +125,7 @@ class UsualPass:
         pool: TargetPool,
         masters: list[Tensor],
         grads: list[Tensor],
-        scale: float | Tensor,
-        is_checked: bool,
+        scale: float | Tensor | None,
     ) -> GradCheck | None:
         """Add to what an earlier pass has given to all masters."""
         lazy = self._lazy
@@ -135,7 +133,7 @@ class UsualPass:
             lazy.materialize()
         if not (self._received and pool.are_targets(stored_grads(masters))):
             return None
-        check = pool.take_more(grads, scale, is_checked, shows=lazy is None)
+        check = pool.take_more(grads, scale, shows=lazy is None)
         if check is not None:
             self._earlier.clear()  # each parameter has got a new gradient
             self._used.add(grads)

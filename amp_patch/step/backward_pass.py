@@ -198,7 +198,7 @@ class BackwardPass:
         self._received = self._share("master") if self._open else []
         is_on = self._scaling.is_on
         try:
-            found = self._take_in(is_on)
+            found = self._take_in(self._scale if is_on else None)
         except RuntimeError:
             for _, pairs in self._received:
                 pairs.refuse_resized()
@@ -212,15 +212,13 @@ class BackwardPass:
         return found
 
     @without_default_device
-    def _take_in(self, is_on: bool) -> list[Found]:
+    def _take_in(self, scale: float | Tensor | None) -> list[Found]:
         if len(self._received) == 1 or self._share_nothing():
-            return [one.receive_alone(pairs, self._scale, is_on) for one, pairs in self._received]
+            return [one.receive_alone(pairs, scale) for one, pairs in self._received]
         # two optimizers may receive the same half gradients
-        found: list[Found] = [
-            one.receive(pairs, self._scale, is_on) for one, pairs in self._received
-        ]
+        found: list[Found] = [one.receive(pairs, scale) for one, pairs in self._received]
         for one, _ in self._received:
-            one.gradients.show(self._scale)
+            one.gradients.show(scale)
         for one, _ in self._received:
             one.gradients.finish()
         return found

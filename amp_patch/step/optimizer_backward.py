@@ -216,23 +216,21 @@ class OptimizerBackward:
         self.gradients.delay(self.pairs(), scale)
         self._end_pass()
 
-    def receive(
-        self, pairs: ParamPairs, scale: float | Tensor, is_checked: bool = True
-    ) -> tuple[GradCheck, Tensors]:
+    def receive(self, pairs: ParamPairs, scale: float | Tensor | None) -> tuple[GradCheck, Tensors]:
         """End the pass: take its gradients unscaled and checked, see `Gradients.receive`."""
         self.zeroing.look_at_written(pairs)
         try:
-            return self.gradients.receive(pairs, scale, is_checked)
+            return self.gradients.receive(pairs, scale)
         finally:
             self._end_pass()
 
     def receive_alone(
-        self, pairs: ParamPairs, scale: float | Tensor, is_checked: bool = True
+        self, pairs: ParamPairs, scale: float | Tensor | None
     ) -> tuple[GradCheck, Tensors]:
         """Do `receive` for a pass of this optimizer alone, see `Gradients.receive_alone`."""
         self.zeroing.look_at_written(pairs)
         try:
-            return self.gradients.receive_alone(pairs, scale, is_checked)
+            return self.gradients.receive_alone(pairs, scale)
         finally:
             self._end_pass()
 
@@ -455,7 +453,7 @@ class OptimizerBackward:
         is_over = torch._C._current_graph_task_id() == -1
         if steps and not (is_over or self._is_scaled):
             if self.masters is not None and self.gradients.are_earlier:
-                self.gradients.receive_alone(self.pairs(), 1.0, is_checked=False)
+                self.gradients.receive_alone(self.pairs(), None)
             self._close()
         elif is_over and self._pass is not None and self.gradients.wrote(self.pairs()):
             self._pass.unscale_()

@@ -16,14 +16,12 @@ class Pass(NamedTuple):
 
     Attributes:
         powers: of two, of which the parameters' scaled gradients are made.
-        scale: of the loss.
-        is_checked: whether an overflow counts, as it does at every scale but 1.
+        scale: of the loss; None: of none, and no overflow counts.
         oddity: what is not as in most steps, see `ODDITIES`.
     """
 
     powers: tuple[int, int, int]
-    scale: float
-    is_checked: bool
+    scale: float | None
     oddity: str
 
 
@@ -42,13 +40,12 @@ PASSES = st.lists(
     st.builds(
         Pass,
         st.tuples(*[st.integers(-6, 14)] * 3),
-        st.sampled_from([8.0, 2.0**14, 1.0, 0.25]),
-        st.booleans(),
+        st.sampled_from([8.0, 2.0**14, 1.0, 0.25, None]),
         st.sampled_from(["", "", "", "", *ODDITIES]),
     ),
     min_size=3,
     max_size=6,
-).map(lambda passes: [one._replace(is_checked=one.is_checked or one.scale != 1) for one in passes])
+)
 
 
 class Received:
@@ -75,15 +72,16 @@ class Received:
         first = self.pairs.master[0]
         if one.oddity == "a master has one" and first.grad is None:
             first.grad = torch.full_like(first, 0.5)
-        self.gradients.set_aside(self.pairs, one.scale)
+        factor = 1.0 if one.scale is None else one.scale
+        self.gradients.set_aside(self.pairs, factor)
         self.backward(one)
         if one.oddity == "delayed":
-            self.gradients.delay(self.pairs, one.scale)
+            self.gradients.delay(self.pairs, factor)
             return
         if is_alone:
-            check, params = self.gradients.receive_alone(self.pairs, one.scale, one.is_checked)
+            check, params = self.gradients.receive_alone(self.pairs, one.scale)
         else:
-            check, params = self.gradients.receive(self.pairs, one.scale, one.is_checked)
+            check, params = self.gradients.receive(self.pairs, one.scale)
             self.gradients.show(one.scale)
             self.gradients.finish()
         self.kept.append((check.overflow, len(check.grads), list(map(self.name, params))))

@@ -38,7 +38,7 @@ def numbers(tensors: list[Tensor]) -> set[float]:
 def test_gradients_are_unscaled_and_shown(pool: TargetPool, shows: bool) -> None:
     for _ in range(2):
         grads = halves_of(8.0)
-        check = pool.take(grads, SCALE, is_checked=True, shows=shows)
+        check = pool.take(grads, SCALE, shows=shows)
         assert check is not None
         assert not check.overflow
         assert pool.are_targets(check.grads)
@@ -49,12 +49,12 @@ def test_gradients_are_unscaled_and_shown(pool: TargetPool, shows: bool) -> None
 
 def test_later_passes_are_added_in_each_step(pool: TargetPool) -> None:
     for _ in range(2):
-        first = pool.take(halves_of(8.0), SCALE, is_checked=True, shows=True)
+        first = pool.take(halves_of(8.0), SCALE, shows=True)
         assert first is not None
         targets = first.grads
         for already in (2.0, 5.0):
             grads = halves_of(12.0)
-            more = pool.take_more(grads, SCALE, is_checked=True, shows=True)
+            more = pool.take_more(grads, SCALE, shows=True)
             assert more is not None
             assert numbers(more.grads) == {3.0}
             assert numbers(targets) == numbers(grads) == {already + 3.0}
@@ -63,36 +63,36 @@ def test_later_passes_are_added_in_each_step(pool: TargetPool) -> None:
 
 
 def test_a_later_pass_that_overflows_is_found(pool: TargetPool) -> None:
-    pool.take(halves_of(8.0), SCALE, is_checked=True, shows=True)
-    check = pool.take_more(halves_of(math.inf), SCALE, is_checked=True, shows=True)
+    pool.take(halves_of(8.0), SCALE, shows=True)
+    check = pool.take_more(halves_of(math.inf), SCALE, shows=True)
     assert check is not None
     assert check.overflow
 
 
 def test_where_no_overflow_counts_nothing_is_checked(pool: TargetPool) -> None:
-    check = pool.take(halves_of(math.inf), 1.0, is_checked=False, shows=True)
+    check = pool.take(halves_of(math.inf), None, shows=True)
     assert check is not None
     assert check.found_inf == []
     assert numbers(check.grads) == {math.inf}
 
 
 def test_what_somebody_holds_is_not_written_to(pool: TargetPool) -> None:
-    check = pool.take(halves_of(8.0), SCALE, is_checked=True, shows=True)
+    check = pool.take(halves_of(8.0), SCALE, shows=True)
     assert check is not None
     held = check.grads[0]
     del check
-    assert pool.take(halves_of(16.0), SCALE, is_checked=True, shows=True) is None
+    assert pool.take(halves_of(16.0), SCALE, shows=True) is None
     assert numbers([held]) == {2.0}
 
 
 @pytest.mark.parametrize("scale", [0.5, torch.tensor(4.0)])
 def test_another_scale_is_left_to_others(pool: TargetPool, scale: float | Tensor) -> None:
-    assert pool.take(halves_of(8.0), scale, is_checked=True, shows=True) is None
+    assert pool.take(halves_of(8.0), scale, shows=True) is None
 
 
 def test_sparse_gradients_are_left_to_others(pool: TargetPool) -> None:
     grads = [grad.to_sparse() for grad in halves_of(8.0)]
-    assert pool.take(grads, SCALE, is_checked=True, shows=True) is None
+    assert pool.take(grads, SCALE, shows=True) is None
 
 
 def test_large_masters_and_parameters_that_are_stepped_themselves_have_none() -> None:

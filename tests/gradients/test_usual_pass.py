@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 def one_odd(oddity: str) -> list[Pass]:
     """Return passes like most, of which the second is not."""
-    return [Pass((1, 2, 3), 8.0, True, oddity if row == 1 else "") for row in range(3)]
+    return [Pass((1, 2, 3), 8.0, oddity if row == 1 else "") for row in range(3)]
 
 
 @example(passes=one_odd("no step"), is_lazy=True, in_place=0)
-@example(passes=4 * [Pass((1, 2, 3), 8.0, True, ODDITIES[-1])], is_lazy=False, in_place=0)
-@example(passes=4 * [Pass((1, 2, 3), 8.0, True, ODDITIES[-1])], is_lazy=False, in_place=3)
+@example(passes=4 * [Pass((1, 2, 3), 8.0, ODDITIES[-1])], is_lazy=False, in_place=0)
+@example(passes=4 * [Pass((1, 2, 3), 8.0, ODDITIES[-1])], is_lazy=False, in_place=3)
 @example(passes=one_odd("delayed"), is_lazy=False, in_place=0)
 @example(passes=one_odd("not cleared"), is_lazy=False, in_place=0)
 @given(passes=PASSES, is_lazy=st.booleans(), in_place=st.sampled_from([0, 0, 1, 3]))
@@ -39,21 +39,21 @@ def test_the_short_way_is_for_what_most_steps_find(
 ) -> None:
     received = Received(is_lazy, in_place={"norm": 1, "all": 3}.get(odd, 0))
     # which makes the buffers; of an earlier micro-batch, or of another step
-    received.run(Pass((1, 2, 3), 8.0, True, before), is_alone=True)
+    received.run(Pass((1, 2, 3), 8.0, before), is_alone=True)
     long: list[Any] = []
     receive = received.gradients.receive
     monkeypatch.setattr(
         received.gradients, "receive", lambda *args: long.append(args) or receive(*args)
     )
     scale = 0.5 if odd == "scale" else 8.0
-    received.run(Pass((1, 2, 3), scale, True, odd), is_alone=True)
+    received.run(Pass((1, 2, 3), scale, odd), is_alone=True)
     is_odd = odd not in ("", "all") and not (before and odd == "a master has one")
     assert bool(long) == is_odd
 
 
 def test_a_pass_that_failed_before_its_end_is_not_ended_by_a_later_one() -> None:
     received = Received(is_lazy=False, in_place=0)
-    received.backward(Pass((1, 2, 3), 8.0, True, ""))
+    received.backward(Pass((1, 2, 3), 8.0, ""))
     received.gradients.receive(received.pairs, 8.0)
     received.gradients.drop(received.pairs)  # an interrupt came before `finish`
     received.gradients.delay(received.pairs, 8.0)  # a backward that reached none of them
