@@ -7,8 +7,11 @@ an optimizer or a loss scaler. `gradients.Gradients` has the order; around one b
     (backward, by the user)
     receive      what it wrote is divided by the scale and checked, see `gradient_buffers`, and what
                  waited is added: by `usual_pass`, or where anything is unusual by `any_pass`
-    show         half gradients hold the masters' again, rounded, see `shown_gradients`
+    round_into_halves
+                 half gradients hold what the masters have received, see `rounded_gradients`
+    finish       where a parameter got no gradient, what waited is its gradient again
 
 or, with ``delay_unscale=True``, they stay as they are for the next backward to add to, see
-`scaled_gradients`. What a script does to gradients in between is noticed by the others.
+`scaled_gradients`. A backward outside of ``scale_loss`` is the subject of `outside_passes`. What a
+script does to gradients in between is noticed by the others.
 """

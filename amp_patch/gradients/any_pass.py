@@ -6,15 +6,15 @@ and masters; no optimizer and no loss scaler.
 
 from __future__ import annotations
 
-import operator
 from typing import NamedTuple
 
 from torch import Tensor
 
 from amp_patch.kernels import GradCheck
 from amp_patch.kernels.dense_rows import chosen
+from amp_patch.kernels.getters import GRAD, IS_SPARSE
 from amp_patch.weights.lazy_gradients import LazyGradients, Made, Source
-from amp_patch.weights.parameter_lists import are_same, have_none, store_grads
+from amp_patch.weights.parameter_lists import Tensors, are_same, have_none, store_grads
 
 from .earlier_gradients import EarlierGradients
 from .gradient_buffers import GradientBuffers
@@ -35,6 +35,27 @@ class Written(NamedTuple):
     pairs: ParamPairs
     grads: list[Tensor]
     scale: float | Tensor | None
+
+
+class TakenPass(NamedTuple):
+    """What a backward wrote to parameters of one optimizer, unscaled.
+
+    Attributes:
+        check: what was found, and the unscaled gradients.
+        params: that got a gradient, in the same order.
+        given: the same with their masters, which have received gradients; None where each parameter
+            is stepped itself.
+        halves: the gradients of these parameters.
+        are_true: whether they hold what the masters have received: nothing was multiplied or added.
+        has_added: whether a gradient was added to an earlier one.
+    """
+
+    check: GradCheck
+    params: Tensors
+    given: ParamPairs | None
+    halves: list[Tensor]
+    are_true: bool
+    has_added: bool
 
 
 class AnyPass:
@@ -84,7 +105,7 @@ class AnyPass:
         else:
             check = buffers.unscale(grads, scale)
             received = buffers.of_masters(check.grads)
-            if any(map(_IS_SPARSE, received)):
+            if any(map(IS_SPARSE, received)):
                 check.found_inf += self._add_earlier(pairs, check.grads)
                 return check
             source = Made(received)
@@ -135,12 +156,8 @@ class AnyPass:
             if (lazy is None or not lazy.are_waiting) and have_none(masters):
                 store_grads(masters, targets)
                 return []
-            if are_same(list(map(_GRAD, masters)), targets):
+            if are_same(list(map(GRAD, masters)), targets):
                 return []
         found_inf, were_made = add_to_earlier(pairs, targets, self._earlier.by_param())
         self.has_added |= were_made
         return found_inf
-
-
-_GRAD = operator.attrgetter("grad")
-_IS_SPARSE = operator.attrgetter("is_sparse")

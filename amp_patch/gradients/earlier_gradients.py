@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from amp_patch.kernels.getters import GRAD
 from amp_patch.warn_once import NOT_THE_USERS, warn_once
 from amp_patch.weights.parameter_lists import clear_grads, look_up
 
@@ -35,7 +36,7 @@ class EarlierGradients:
             Whether one was a view of memory that others write to (DDP's buckets, at the next
             backward). Of those a copy is taken.
         """
-        grads: list[Any] = look_up(_GRAD, params)
+        grads: list[Any] = look_up(GRAD, params)
         have_one = list(map(operator.is_not, grads, repeat(None)))
         if not all(have_one):
             params, grads = list(compress(params, have_one)), list(compress(grads, have_one))
@@ -51,7 +52,7 @@ class EarlierGradients:
 
     def give_back(self) -> None:
         """The pass is over: what got no gradient in it has its earlier one again."""
-        now = look_up(_GRAD, self.params)
+        now = look_up(GRAD, self.params)
         if any(map(operator.is_, now, repeat(None))):
             for param, grad, new in zip(self.params, self.grads, now, strict=True):
                 if new is None:
@@ -104,5 +105,4 @@ def _tell_of_hooks() -> None:
 
 
 _HOOKS = operator.attrgetter("_post_accumulate_grad_hooks")
-_GRAD = operator.attrgetter("grad")
 _IS_VIEW = Tensor._is_view

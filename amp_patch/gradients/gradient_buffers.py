@@ -20,6 +20,7 @@ from amp_patch.casting.mode import HALVES
 from amp_patch.distributed.shards import any_spread, local, spread_as
 from amp_patch.kernels import CudaCheck, GradCheck, small_tensors, torch_kernels
 from amp_patch.kernels.dense_rows import chosen
+from amp_patch.kernels.getters import DTYPE, IS_CPU, IS_SPARSE
 from amp_patch.kernels.reusable import Reusable
 from amp_patch.kernels.tensor_lists import kind_of
 from amp_patch.kernels.without_grad import without_grad
@@ -33,7 +34,7 @@ from amp_patch.weights.parameter_lists import (
 )
 
 from .param_pairs import ParamPairs
-from .shown_gradients import write
+from .rounded_gradients import write
 from .target_pool import InPlaceCheck, TargetPool
 
 
@@ -120,11 +121,11 @@ class GradientBuffers:
             parameters have others (``param.grad_dtype``); on devices where kernels do this; and
             where an unscaled gradient may overflow though the half one does not.
         """
-        if not self._large or self._devices or self.is_spread or any(map(_IS_SPARSE, grads)):
+        if not self._large or self._devices or self.is_spread or any(map(IS_SPARSE, grads)):
             return None
         large = [grads[row] for row in self._large]
         is_enlarged = scale is not None and scale < 1.0
-        if is_enlarged or not set(map(_DTYPE, large)).issubset(HALVES):
+        if is_enlarged or not set(map(DTYPE, large)).issubset(HALVES):
             return None
         if self._rest is None:
             is_rest = [True] * len(grads)
@@ -213,7 +214,7 @@ class GradientBuffers:
         grads = self._local(grads)
         if self.is_in_place:
             targets, are_dense = grads, False
-        elif not self._reusable.are_free() or any(map(_IS_SPARSE, grads)):
+        elif not self._reusable.are_free() or any(map(IS_SPARSE, grads)):
             targets, are_dense = self._targets_for(grads, repeat(None)), False
         elif self._have_all_buffers:
             targets, are_dense = self._targets, True
@@ -228,7 +229,7 @@ class GradientBuffers:
     @without_grad
     def _check_in_place(self, grads: list[Tensor], scale: float | Tensor) -> GradCheck | None:
         """Do `unscale` by one call; return None, with nothing done, where it takes more."""
-        if isinstance(scale, Tensor) or scale < 1.0 or any(map(_IS_SPARSE, grads)):
+        if isinstance(scale, Tensor) or scale < 1.0 or any(map(IS_SPARSE, grads)):
             return None
         return self._check.run(grads, grads, scale) if self._reusable.are_free() else None
 
@@ -296,7 +297,7 @@ def _by_kind(tensors: dict[int, list[Tensor]]) -> list[list[int]]:
 
 
 def _devices(pairs: ParamPairs) -> list[int]:
-    if all_are(_IS_CPU, pairs.master):  # takes a fraction of what a number for each does
+    if all_are(IS_CPU, pairs.master):  # takes a fraction of what a number for each does
         return []
     return look_up(Tensor.get_device, pairs.master)
 
@@ -309,8 +310,3 @@ def _new_target(grad: Tensor, master: Tensor) -> Tensor:
     if grad.is_sparse:
         return grad.to(device=master.device, dtype=master.dtype, copy=True)
     return torch.empty_like(grad, dtype=master.dtype, device=master.device)
-
-
-_DTYPE = operator.attrgetter("dtype")
-_IS_CPU = operator.attrgetter("is_cpu")
-_IS_SPARSE = operator.attrgetter("is_sparse")

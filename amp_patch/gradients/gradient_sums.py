@@ -12,6 +12,7 @@ from torch import Tensor
 
 from amp_patch import kernels
 from amp_patch.distributed.shards import any_spread, local
+from amp_patch.kernels.getters import IS_SPARSE
 from amp_patch.kernels.without_grad import without_grad
 from amp_patch.weights.parameter_lists import are_same, store_grads
 
@@ -42,7 +43,7 @@ def add_to_earlier(pairs: ParamPairs, grads: list[Tensor], aside: Mapping[int, T
     earlier = _earlier(pairs, aside)
     rest_was_added = False
     are_there = all(map(operator.is_not, earlier, repeat(None)))
-    if are_there and not any(map(_IS_SPARSE, chain(earlier, grads))):  # most often
+    if are_there and not any(map(IS_SPARSE, chain(earlier, grads))):  # most often
         store_grads(pairs.master, earlier)
     else:
         dense: list[tuple[Any, Tensor]] = []
@@ -89,6 +90,3 @@ def _sum(a: Tensor, b: Tensor) -> Tensor:
         entries = torch.cat([a._values(), b._values()])
         return torch.sparse_coo_tensor(indices, entries, a.shape, check_invariants=False)
     return b + a if a.is_sparse else a + b
-
-
-_IS_SPARSE = operator.attrgetter("is_sparse")

@@ -6,7 +6,6 @@ unscaled is `gradient_buffers`' subject, gradients that stay scaled are `scaled_
 
 from __future__ import annotations
 
-import operator
 import weakref
 from collections.abc import Iterable
 from itertools import chain
@@ -18,7 +17,7 @@ from amp_patch import kernels
 from amp_patch.distributed.shards import local, place_gradients
 from amp_patch.kernels import GradCheck
 from amp_patch.kernels.default_device import without_default_device
-from amp_patch.warn_once import warn
+from amp_patch.kernels.getters import GRAD, IS_SPARSE
 from amp_patch.weights.lazy_gradients import LazyGradients
 from amp_patch.weights.own_gradients import OwnGradients
 from amp_patch.weights.parameter_lists import (
@@ -28,19 +27,19 @@ from amp_patch.weights.parameter_lists import (
     clear_grads,
     have_none,
     look_up,
-    store_grad,
     stored_grad,
 )
 
-from .any_pass import AnyPass, Written
+from .any_pass import AnyPass, TakenPass, Written
 from .earlier_gradients import EarlierGradients
 from .gradient_buffers import GradientBuffers
-from .half_gradients import HalfGradients, LargeInHalf
+from .outside_passes import OutsidePasses
 from .param_pairs import ParamPairs
 from .received_gradients import ReceivedGradients
+from .rounded_gradients import round_into_halves
 from .scaled_gradients import ScaledGradients
-from .shown_gradients import show
-from .stepped_gradients import SteppedGradients, give_rounded
+from .stepped_gradients import SteppedGradients
+from .unused_writes import UnusedWrites
 from .used_gradients import UsedGradients
 from .usual_pass import UsualPass
 
@@ -67,31 +66,22 @@ class Gradients:
     def __init__(self, lazy: LazyGradients | None = None, own: OwnGradients | None = None) -> None:
         self._lazy = lazy
         self._own = OwnGradients() if own is None else own
-        self._came_from_outside = False  # of ``scale_loss``: what was received last
         self.scaled = ScaledGradients()
         self._aside = EarlierGradients()
         self._received = ReceivedGradients(lazy)
-        # of the last pass, until `show` and `finish`
-        self._written: ParamPairs | None = None
-        self._halves: list[Tensor] = []
-        self._unscaled: list[Tensor] = []
         self._used = UsedGradients()
         self.stepped = SteppedGradients(self._used, self._own)
         self._usual = UsualPass(lazy, self._aside, self._received, self._used)
         self._any_pass = AnyPass(lazy, self._aside)
         self._buffers = GradientBuffers(ParamPairs([], []))
-        self._has_warned = False
+        self.unused = UnusedWrites(self._received, lazy)
+        self.outside = OutsidePasses(self._received, self._used, self._own, self.unused)
         self.elsewhere: list[Tensor] = []
 
     @property
     def are_pending(self) -> bool:
         """True where a scaled loss has left gradients that no step has used yet."""
         return self.scaled.scale is not None or bool(self._received)
-
-    @property
-    def take_unscaled(self) -> bool:
-        """True where a backward outside of ``scale_loss`` may have left what masters are to get."""
-        return self.scaled.scale is None and (self._came_from_outside or not self._received)
 
     @property
     def may_be_cleared(self) -> bool:
@@ -131,9 +121,7 @@ class Gradients:
         if self._received or self._aside:  # to save time: `zero_grad` finds neither after a step
             self._aside.clear()
             self._received.clear()
-            if self._came_from_outside:  # half gradients have no scale: a backward may add to them
-                self._used.note_versions()
-                self._came_from_outside = False
+            self.outside.end()
         self._own.forget()
 
     def are_used(self, pairs: ParamPairs) -> bool:
@@ -165,8 +153,6 @@ class Gradients:
             self._lazy.drop()
         for tensor in chain(*pairs):
             tensor.grad = None
-        # of a pass that ended between `receive` and `finish`: no later one may finish it
-        self._written, self._halves, self._unscaled = None, [], []
         self.forget()
 
     def clear(self, pairs: ParamPairs, cleared: set[int]) -> None:
@@ -182,17 +168,6 @@ class Gradients:
             for param, master in zip(*pairs, strict=True)
             if param is not master and id(param) in cleared
         )
-
-    def follow_cleared_by_step(self, pairs: ParamPairs) -> None:
-        """Clear those of half parameters whose masters' the step has cleared itself.
-
-        Not behind a block, of which the next backward takes none up.
-        """
-        if self._came_from_outside:
-            received = set(map(id, self._received.params()))
-            for param, master in zip(*pairs, strict=True):
-                if id(param) in received and stored_grad(master) is None:
-                    store_grad(param, None)
 
     def clear_elsewhere(self) -> None:
         """Clear those of parameters whose masters other ranks step."""
@@ -228,7 +203,7 @@ class Gradients:
                 self.receive_unscaled(pairs)
             if self._aside.take(pairs.model) and self._lazy is not None:
                 self._lazy.materialize()  # while it is what a view of others' memory was
-        self._came_from_outside = False
+        self.outside.was_last = False
 
     def wrote(self, pairs: ParamPairs) -> bool:
         """Return whether a backward has written gradients since `set_aside`."""
@@ -240,7 +215,7 @@ class Gradients:
         """Leave what the backward wrote scaled."""
         written = chain(pairs.model, self.elsewhere)
         if self.scaled.scale is None and not any(map(_has_grad, written)):
-            self.finish()  # it reached none of them
+            self._aside.give_back()  # it reached none of them
         else:
             self.scaled.go_on(scale)
 
@@ -257,7 +232,7 @@ class Gradients:
             param.grad = None
         self._aside.put_back()
 
-    def receive(self, pairs: ParamPairs, scale: float | Tensor | None) -> tuple[GradCheck, Tensors]:
+    def receive(self, pairs: ParamPairs, scale: float | Tensor | None) -> TakenPass:
         """Unscale and check what the backward wrote, and add what was set aside.
 
         Args:
@@ -265,9 +240,9 @@ class Gradients:
             scale: of the loss; None: there was none, and no overflow has a consequence.
 
         Returns:
-            What the check found, and the parameters that got a gradient, in the same order.
+            The pass, which `round_into_halves` and `finish` are to end.
         """
-        grads: list[Any] = look_up(_GRAD, pairs.model)
+        grads: list[Any] = look_up(GRAD, pairs.model)
         if not are_complete(grads):
             pairs = pairs.select([grad is not None for grad in grads])
             grads = [grad for grad in grads if grad is not None]
@@ -276,130 +251,104 @@ class Gradients:
         if self._buffers.is_spread:
             grads = place_gradients(pairs.model, grads)
         check = self._any_pass.take(self._buffers, Written(pairs, grads, scale))
-        if grads and not self._buffers.is_in_place:
-            self._written, self._halves = pairs, grads
-            self._unscaled = check.grads
         self.scaled.forget()
-        return check, self._buffers.params
+        is_given = bool(grads) and not self._buffers.is_in_place
+        was_scaled = isinstance(scale, Tensor) or (scale is not None and scale != 1.0)
+        has_added = self._any_pass.has_added
+        return TakenPass(
+            check,
+            self._buffers.params,
+            pairs if is_given else None,
+            grads,
+            are_true=not (was_scaled or has_added),
+            has_added=has_added,
+        )
 
     def receive_alone(
         self, pairs: ParamPairs, scale: float | Tensor | None
     ) -> tuple[GradCheck, Tensors]:
-        """Do `receive`, `show` and `finish`, for a pass in which no other optimizer received.
+        """Take in and end a pass in which no other optimizer received; most often a `UsualPass`.
 
-        Most often it is a `UsualPass`.
+        Returns:
+            What the check found, and the parameters that got a gradient, in the same order.
         """
         check = self._usual.take(self._buffers, pairs, scale)
         if check is None:
-            found = self.receive(pairs, scale)
-            self.show(scale)
-            self.finish()
-            return found
+            taken = self.receive(pairs, scale)
+            self.round_into_halves(taken)
+            self.finish(taken)
+            return taken.check, taken.params
         self.scaled.forget()
         return check, self._buffers.params
 
-    def show(self, scale: float | Tensor | None) -> None:
-        """Let half gradients hold what their masters have received.
+    def round_into_halves(self, taken: TakenPass) -> None:
+        """Let half gradients hold what their masters have received, unless they do.
 
         Not those that a fused step is to unscale, which stay as the backward left them.
-
-        Args:
-            scale: as `receive` got it; where nothing was multiplied they may hold it already.
         """
-        unscaled, self._unscaled = self._unscaled, []
-        was_scaled = isinstance(scale, Tensor) or (scale is not None and scale != 1.0)
-        is_shown = not (was_scaled or self._any_pass.has_added)
-        if self._lazy is not None or self._written is None or is_shown:
+        if self._lazy is not None or taken.given is None or taken.are_true:
             return
-        if self._any_pass.has_added or any(map(_IS_SPARSE, self._halves)):
-            show(self._written)
+        if taken.has_added or any(map(IS_SPARSE, taken.halves)):
+            round_into_halves(taken.given)
         else:
-            self._buffers.copy_back(self._halves, unscaled)
+            self._buffers.copy_back(taken.halves, taken.check.grads)
 
-    @without_default_device
-    def show_again(self, pairs: ParamPairs) -> None:
-        """The gradients of these masters were clipped."""
-        if self._received and self._lazy is None:
-            if replaced := show(pairs):
-                self._used.add(map(weakref.ref, replaced))
-            self._received.note_again(pairs.model)
-
-    def finish(self) -> None:
-        """End a pass: half gradients are as the script gets them, and those set aside are back."""
-        written, self._written, self._halves = self._written, None, []
-        if written is not None:
-            halves: list[Any] = look_up(_GRAD, written.model)  # any optimizer may have shown others
+    def finish(self, taken: TakenPass) -> None:
+        """End a pass: those set aside are back at parameters that got none."""
+        if taken.given is not None:
+            params = taken.given.model
+            halves: list[Any] = look_up(GRAD, params)  # another optimizer may have rounded into new
             references = self._buffers.references(halves)
             if not self._received:
                 # those that go back to parameters which got none since are used still
                 aside = self._aside.grads
                 self._used.begin(self._used.among(aside) if aside else ())
             self._used.add(references)
-            self._received.note(written.model, halves, references)
+            self._received.note(params, halves, references)
         self._aside.give_back()
+
+    @without_default_device
+    def follow_clipping(self, pairs: ParamPairs) -> None:
+        """The gradients of these masters were clipped: those of half parameters are, too."""
+        if self._received and self._lazy is None:
+            if replaced := round_into_halves(pairs):
+                self._used.add(map(weakref.ref, replaced))
+            self._received.note_again(pairs.model)
+
+    @property
+    def take_unscaled(self) -> bool:
+        """True where a backward outside of ``scale_loss`` may have left what masters are to get."""
+        return self.scaled.scale is None and (self.outside.was_last or not self._received)
 
     def receive_unscaled(self, pairs: ParamPairs) -> None:
         """Give masters what a backward outside of ``scale_loss`` left at their parameters.
 
-        It is added to what the backward wrote to masters themselves. Where a script has given them
-        gradients, these are stepped alone. Those that a step has used are left where they are,
-        until they are written to. Call it where `take_unscaled`.
+        It is added to what the backward wrote to masters themselves. Call it where `take_unscaled`.
         """
         if are_same(*pairs) or self._are_waiting:
             return
         were_shown = bool(self._received)
-        if were_shown and not self._take_back(pairs):
-            return
-        not_new = {id(grad) for grad in (*self._used.unwritten(), None)}
-        rows = [
-            param is not master and id(stored_grad(param)) not in not_new
-            for param, master in zip(*pairs, strict=True)
-        ]
-        given = pairs.select(rows)
-        earlier = [master for master in given.master if stored_grad(master) is not None]
-        if given.model and all(map(self._own.has, earlier)):
-            self.receive(given, None)
-            self.finish()
-            self._came_from_outside = True
+        left = self.outside.left(pairs)
+        if left is not None:
+            self.finish(self.receive(left, None))
+            self.outside.was_last = True
             if were_shown:
-                self.note_shown(pairs)
-
-    def note_shown(self, pairs: ParamPairs) -> None:
-        """A script gets the masters before their step: a further backward outside may follow."""
-        if self._came_from_outside:
-            for master in pairs.master:
-                self._own.note(master)
+                self.outside.note_shown(pairs)
 
     def give_back(self, pairs: ParamPairs) -> None:
-        """A backward outside of ``scale_loss`` comes, and adds to what a script wrote to masters'.
-
-        Half parameters get that, rounded; masters are given the sum. Those that nobody has written
-        to are left, for `_take_back` replaces them behind the backward.
-        """
+        """A backward outside of ``scale_loss`` comes: half parameters get what it is to add to."""
         self._follow_zeroed(pairs)
         if not self.are_pending and not have_none(pairs.master):
-            for param, master in zip(*pairs, strict=True):
-                given = param is not master and stored_grad(master) is not None
-                if given and not self._own.has(master):
-                    give_rounded(param, master)
-        if not self._came_from_outside or self._are_waiting:
-            return
-        received = set(map(id, self._received.params()))
-        shown = pairs.select([id(param) in received for param in pairs.model])
-        if all(map(self._own.has, shown.master)):
-            return
-        self._used.drop(look_up(_GRAD, self._received.params()))
-        self._received.clear()
-        for param, master in zip(*shown, strict=True):
-            give_rounded(param, master)
-        self._own.forget()
+            self.outside.give_back_written(pairs)
+        if not self._are_waiting:
+            self.outside.give_back_received(pairs)
 
     def _follow_zeroed(self, pairs: ParamPairs) -> None:
         """Take what a block has left for cleared where the script has zeroed it in place.
 
         What a backward outside adds to it is new, though the tensors are those of the block.
         """
-        if self.are_pending and not self._came_from_outside and self.may_be_cleared:
+        if self.are_pending and not self.outside.was_last and self.may_be_cleared:
             self.drop_cleared(pairs)
         if not self.are_pending and not self._used.are_left:
             used = set(map(id, self._used.alive()))
@@ -407,34 +356,6 @@ class Gradients:
             self._used.note_versions(
                 grad for grad in left if grad is not None and not _is_nonzero(grad)
             )
-
-    def _take_back(self, pairs: ParamPairs) -> bool:
-        """Take from masters what they were given to be shown, if a backward outside came later.
-
-        It has added to the half gradients. Where a script has written to the masters', these are
-        what it wants stepped.
-
-        Returns:
-            Whether there is something to receive.
-        """
-        rows = [
-            (param, master)
-            for param, master in zip(*pairs, strict=True)
-            if param is not master and stored_grad(master) is not None
-        ]
-        are_own = all(self._own.has(master) for _, master in rows)
-        if not are_own:
-            self.tell_of_writes(pairs)
-            return False
-        if self._received.are_untouched():
-            return False
-        for param, master in rows:
-            rest = None if stored_grad(param) is None else self._own.sums.get(id(master))
-            store_grad(master, None if rest is None else rest.clone())
-            self._own.note(master)
-        self._used.drop(look_up(_GRAD, self._received.params()))
-        self._received.clear()
-        return True
 
     def drop_cleared(
         self, pairs: ParamPairs, by_value: bool = False, among: set[int] | None = None
@@ -448,46 +369,16 @@ class Gradients:
         """
         if self.are_delayed(pairs):
             return
-        if self._came_from_outside:
+        if self.outside.was_last:
             self.receive_unscaled(pairs)
         own = pairs if among is None else pairs.select([id(one) in among for one in pairs.model])
         (params, masters), written = self._received.changes(own, by_value)
         for grad, is_another in written:
-            self._tell_of_write(grad, is_another)
+            self.unused.tell_of(grad, is_another)
         self._clear_masters(masters)
         # a batch norm's in float32 have no masters to be cleared at, and go on with no half ones
         halves = [param for param, master in zip(*pairs, strict=True) if param is not master]
         self._received.keep(halves or pairs.model, set(map(id, params)))
-
-    def tell_of_writes(self, pairs: ParamPairs) -> None:
-        """Warn where half gradients hold other numbers than their masters were given."""
-        if self._received and not self._has_warned and not self._received.are_untouched():
-            for grad, is_another in self._received.changes(pairs).written:
-                self._tell_of_write(grad, is_another)
-
-    def _tell_of_write(self, grad: Tensor, is_another: bool) -> None:
-        """Warn of a write to a half gradient that no step reads; to one that waits it is refused.
-
-        Args:
-            grad: of the parameter, as it is.
-            is_another: it took the place of the one that the backward wrote.
-
-        Raises:
-            RuntimeError: see `UnscaledLater.refuse_written`.
-        """
-        source = None if self._lazy is None else self._lazy.source
-        if isinstance(source, LargeInHalf):
-            source.refuse_write_to(grad)
-        # kernels refuse to step with one that was written to
-        if not self._has_warned and (is_another or not isinstance(source, HalfGradients)):
-            self._has_warned = True
-            warn(
-                "What is written to the gradients of half parameters after scale_loss() has no "
-                "effect, for the optimizer steps fp32 masters, which have received theirs; got "
-                "such a write. Write to those of amp.master_params(optimizer); call "
-                "amp.clip_grad_norm_(optimizer, max_norm) to clip; put every backward() into a "
-                "scale_loss() of all the optimizers that it is to train."
-            )
 
 
 def _has_grad(param: Tensor) -> bool:
@@ -496,7 +387,3 @@ def _has_grad(param: Tensor) -> bool:
 
 def _is_nonzero(grad: Tensor) -> bool:
     return bool(kernels.values(local(grad)).any())
-
-
-_GRAD = operator.attrgetter("grad")
-_IS_SPARSE = operator.attrgetter("is_sparse")

@@ -6,7 +6,6 @@ From the backward to the step they stand for fp32 ones, which would take twice t
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
@@ -16,9 +15,8 @@ from torch import Tensor
 from amp_patch import kernels
 from amp_patch.casting.mode import HALVES
 from amp_patch.kernels import CudaCheck, torch_kernels
+from amp_patch.kernels.getters import VERSION
 from amp_patch.kernels.strips import cut
-
-_VERSION = operator.attrgetter("_version")
 
 
 class UnscaledLater:
@@ -38,7 +36,7 @@ class UnscaledLater:
     def __init__(self, grads: Sequence[Tensor], scale: float | Tensor) -> None:
         self.grads, self.scale = list(grads), scale
         self.clip: Tensor | None = None
-        self.versions = list(map(_VERSION, self.grads))
+        self.versions = list(map(VERSION, self.grads))
 
     @torch.no_grad()
     def make(self, rows: Sequence[int]) -> list[Tensor]:
@@ -62,7 +60,7 @@ class UnscaledLater:
             RuntimeError: as said.
         """
         # all at once, but not for each row that is asked for alone
-        if len(rows) == len(self.grads) and list(map(_VERSION, self.grads)) == self.versions:
+        if len(rows) == len(self.grads) and list(map(VERSION, self.grads)) == self.versions:
             return
         written = sum(self.grads[row]._version != self.versions[row] for row in rows)
         if written:

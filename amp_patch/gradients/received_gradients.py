@@ -5,7 +5,6 @@ Knows pairs of parameters and masters; no scale, and not what follows of a chang
 
 from __future__ import annotations
 
-import operator
 import weakref
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
@@ -16,13 +15,14 @@ from torch import Tensor
 from amp_patch import kernels
 from amp_patch.distributed.shards import local
 from amp_patch.kernels.default_device import without_default_device
+from amp_patch.kernels.getters import GRAD, VERSION
 from amp_patch.weights.lazy_gradients import LazyGradients
 from amp_patch.weights.parameter_lists import are_same, look_up, stored_grad
 
 from .half_gradients import HalfGradients
 from .param_pairs import ParamPairs
-from .shown_gradients import WatchedBits
 from .used_gradients import Reference, are_of, is_of
+from .watched_bits import WatchedBits
 
 
 class Noted(NamedTuple):
@@ -79,7 +79,7 @@ class ReceivedGradients:
         if isinstance(source, HalfGradients) and are_same(source.grads, grads):
             versions = source.versions  # it has asked these very gradients
         else:
-            versions = list(map(_VERSION, grads))
+            versions = list(map(VERSION, grads))
         self._passes = [row for row in self._passes if not are_same(row[0], params)]
         self._passes.append((params, versions, references))
         # A step that unscales half gradients later refuses changed ones itself.
@@ -189,15 +189,11 @@ def _are_same_numbers(grad: Tensor, earlier: Tensor | None) -> bool:
 
 
 def _untouched(params: list[Tensor], versions: list[int], references: Sequence[Reference]) -> bool:
-    grads: list[Any] = look_up(_GRAD, params)
+    grads: list[Any] = look_up(GRAD, params)
     try:
-        if list(map(_VERSION, grads)) != versions:
+        if list(map(VERSION, grads)) != versions:
             return False
     except AttributeError:  # None has no version
         return False
     # the very list's tensors, where all are small
     return are_same(references, grads) or are_of(references, grads)
-
-
-_GRAD = operator.attrgetter("grad")
-_VERSION = operator.attrgetter("_version")

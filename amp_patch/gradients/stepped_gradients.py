@@ -30,13 +30,14 @@ class SteppedGradients:
         own: tells which gradients of masters no script has written.
 
     Attributes:
-        shown: each half parameter with its master, from `show` until `follow` or `forget`.
+        copied: each half parameter with its master, from `copy_to_masters` until `follow` or
+            `forget`.
     """
 
     def __init__(self, used: UsedGradients, own: OwnGradients) -> None:
         self._used, self._own = used, own
         self._waits = False
-        self.shown: Sequence[tuple[Tensor, Tensor]] = ()
+        self.copied: Sequence[tuple[Tensor, Tensor]] = ()
 
     @property
     def are_left(self) -> bool:
@@ -46,7 +47,7 @@ class SteppedGradients:
     @property
     def wait_to_be_read(self) -> bool:
         """True behind a step of what blocks left, until they are shown or the next block begins."""
-        return self._waits and not (self.are_left or self.shown)
+        return self._waits and not (self.are_left or self.copied)
 
     def note_step(self, is_shown: bool) -> None:
         """Note that a step has ended.
@@ -56,17 +57,17 @@ class SteppedGradients:
         """
         self._waits = is_shown
 
-    def show(self, pairs: ParamPairs) -> None:
+    def copy_to_masters(self, pairs: ParamPairs) -> None:
         """Let masters have copies of those that are still as the step left them."""
         used = set(map(id, self._used.left() if self.are_left else self._used.alive()))
-        shown: list[tuple[Tensor, Tensor]] = []
+        copied: list[tuple[Tensor, Tensor]] = []
         for param, master in zip(*pairs, strict=True):
             grad = stored_grad(param)
             if grad is not None and id(grad) in used and stored_grad(master) is None:
                 store_grad(master, grad.detach().to(master.dtype, copy=True))
                 self._own.note(master)
-                shown.append((param, master))
-        self.shown = shown
+                copied.append((param, master))
+        self.copied = copied
 
     def follow(self, *, steps: bool = False) -> None:
         """Clear those that a script has cleared, and what masters were shown of the others.
@@ -76,10 +77,10 @@ class SteppedGradients:
                 half parameters, rounded, for a backward that adds to it.
         """
         self._waits = False
-        if not self.shown:
+        if not self.copied:
             return
         written = self._written()
-        for param, master in self.shown:
+        for param, master in self.copied:
             grad = stored_grad(master)
             if grad is None:
                 store_grad(param, None)
@@ -94,7 +95,7 @@ class SteppedGradients:
         written: set[int] = set()
         unmoved: dict[int, Tensor] = {}
         left = set(map(id, self._used.left()))
-        for param, master in self.shown:
+        for param, master in self.copied:
             used, grad = stored_grad(param), stored_grad(master)
             if grad is None:
                 continue
@@ -110,7 +111,7 @@ class SteppedGradients:
 
     def forget(self) -> None:
         """Nothing is shown any more."""
-        self.shown = ()
+        self.copied = ()
         self._own.forget()
 
 

@@ -16,7 +16,7 @@ from amp_patch.kernels.reusable import Reusable
 from amp_patch.kernels.without_grad import without_grad
 from amp_patch.weights.parameter_lists import are_same
 
-from .shown_gradients import write
+from .rounded_gradients import write
 
 
 class InPlaceCheck:

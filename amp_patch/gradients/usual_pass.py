@@ -7,7 +7,6 @@ times as many calls.
 
 from __future__ import annotations
 
-import operator
 from itertools import chain
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from amp_patch import kernels
 from amp_patch.kernels import GradCheck
+from amp_patch.kernels.getters import DTYPE, GRAD, IS_SPARSE
 from amp_patch.weights.lazy_gradients import LazyGradients, Made
 from amp_patch.weights.parameter_lists import (
     are_complete,
@@ -69,7 +69,7 @@ class UsualPass:
         pool = buffers.pool
         if pool is None and (buffers.is_spread or not buffers.is_in_place):
             return None
-        grads: list[Any] = look_up(_GRAD, pairs.model)
+        grads: list[Any] = look_up(GRAD, pairs.model)
         if not (are_complete(grads) and buffers.fits(pairs)):
             return None
         is_first = not (self._earlier or self._received)
@@ -88,8 +88,8 @@ class UsualPass:
     ) -> GradCheck | None:
         """Add to what all parameters, which are stepped themselves, had before the pass."""
         params, earlier = self._earlier.params, self._earlier.grads
-        may_overflow = torch.float16 in map(_DTYPE, earlier)
-        if may_overflow or any(map(_IS_SPARSE, chain(earlier, grads))):
+        may_overflow = torch.float16 in map(DTYPE, earlier)
+        if may_overflow or any(map(IS_SPARSE, chain(earlier, grads))):
             return None
         if not are_same(params, buffers.params):
             return None
@@ -138,8 +138,3 @@ class UsualPass:
             self._earlier.clear()  # each parameter has got a new gradient
             self._used.add(grads)
         return check
-
-
-_DTYPE = operator.attrgetter("dtype")
-_GRAD = operator.attrgetter("grad")
-_IS_SPARSE = operator.attrgetter("is_sparse")

@@ -5,7 +5,6 @@ Knows optimizers of torch; no formula, no masters, loss scales or skipped steps.
 
 from __future__ import annotations
 
-import operator
 import weakref
 from collections.abc import Callable, MutableMapping, Sequence
 from itertools import compress
@@ -17,6 +16,7 @@ from torch.optim import Optimizer
 
 from amp_patch.distributed.shards import any_spread
 from amp_patch.kernels.cuda_optimizers import Column
+from amp_patch.kernels.getters import IS_SPARSE
 from amp_patch.weights.parameter_lists import Tensors, are_complete, are_same
 
 from .groups import GroupUpdate, ParamState, StepInputs
@@ -93,10 +93,7 @@ class CachedGroup:
         Returns:
             True for parameters of float32 on one device, with dense gradients.
         """
-        return self.are_float32_on_one_device and not any(map(_IS_SPARSE, grads))
-
-
-_IS_SPARSE = operator.attrgetter("is_sparse")
+        return self.are_float32_on_one_device and not any(map(IS_SPARSE, grads))
 
 
 def _with_grads(params: list[Tensor], grads: list[Any]) -> tuple[list[Tensor], list[Tensor]]:

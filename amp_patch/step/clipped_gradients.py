@@ -73,7 +73,7 @@ class ClippedGradients:
         if clipped is not None and not are_same(clipped, pairs.master):
             ids = set(map(id, clipped))
             pairs = pairs.select([id(master) in ids for master in pairs.master])
-        self._gradients.show_again(pairs)
+        self._gradients.follow_clipping(pairs)
 
     def whole(self) -> set[int]:
         """Return the ids of gradients that are the same on all ranks, where others are parts."""

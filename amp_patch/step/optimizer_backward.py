@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_patch.distributed.process_groups import StepRanks
+from amp_patch.gradients.any_pass import TakenPass
 from amp_patch.gradients.foreign_gradients import ForeignGradients, Watch
 from amp_patch.gradients.gradient_offer import GradientOffer
 from amp_patch.gradients.gradients import Gradients
@@ -216,7 +217,7 @@ class OptimizerBackward:
         self.gradients.delay(self.pairs(), scale)
         self._end_pass()
 
-    def receive(self, pairs: ParamPairs, scale: float | Tensor | None) -> tuple[GradCheck, Tensors]:
+    def receive(self, pairs: ParamPairs, scale: float | Tensor | None) -> TakenPass:
         """End the pass: take its gradients unscaled and checked, see `Gradients.receive`."""
         self.zeroing.look_at_written(pairs)
         try:
@@ -390,7 +391,7 @@ class OptimizerBackward:
 
         Behind a step they are what it has used, until these are cleared.
         """
-        if self.gradients.stepped.shown:
+        if self.gradients.stepped.copied:
             self._offer.withdraw()
             return
         self.receive_unscaled()
@@ -398,10 +399,10 @@ class OptimizerBackward:
             # A backward adds to what is stored; what waits would come last in the sum.
             self._fused.lazy.materialize()
         if self.masters is not None:
-            self.gradients.note_shown(self.pairs())
+            self.gradients.outside.note_shown(self.pairs())
             stepped = self.gradients.stepped
             if (stepped.are_left or stepped.wait_to_be_read) and not self.gradients.are_pending:
-                stepped.show(self.pairs())
+                stepped.copy_to_masters(self.pairs())
 
     def clip(self, max_norm: float, norm_type: float, stages: ProcessGroup | None) -> Tensor:
         """Clip the gradients that are stepped, unscaled ones; see `ClippedGradients.clip`."""
@@ -520,8 +521,8 @@ class OptimizerBackward:
 
         Warn where it wrote to half gradients, as K-FAC does.
         """
-        self.gradients.tell_of_writes(self.pairs())
-        self.gradients.follow_cleared_by_step(self.pairs())
+        self.gradients.unused.tell(self.pairs())
+        self.gradients.outside.follow_cleared_by_step(self.pairs())
 
     def end_step(self, is_made: bool) -> None:
         """The gradients were used up, by a step that was made or skipped."""
@@ -550,8 +551,9 @@ class OptimizerBackward:
         overflow = self.skip.found()
         scale = self.gradients.scaled.scale
         if scale is not None and self.gradients.are_delayed(self.pairs()):
-            overflow |= self.gradients.receive(self.pairs(), scale)[0].overflow
-            self.gradients.finish()
+            taken = self.gradients.receive(self.pairs(), scale)
+            overflow |= taken.check.overflow
+            self.gradients.finish(taken)
         if overflow:
             for tensor in chain(*self.pairs()):
                 tensor.grad = None

@@ -18,7 +18,7 @@ from amp_patch.casting.mode import mode
 from amp_patch.casting.running_modules import is_called
 from amp_patch.distributed.engines import refuse_join
 from amp_patch.distributed.process_groups import StepRanks
-from amp_patch.gradients.shown_gradients import WATCHED_PASSES
+from amp_patch.gradients.watched_bits import WATCHED_PASSES
 from amp_patch.optimizers.device_flag import must_be_told, step_by_flag
 from amp_patch.optimizers.direct_step import DirectStep
 from amp_patch.optimizers.fused_by_default import FusedByDefault

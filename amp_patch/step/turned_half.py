@@ -7,13 +7,13 @@ Knows parameters and their gradients alone.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 
 from torch import Tensor
 
 from amp_patch.casting.mode import HALVES
 from amp_patch.kernels.default_device import without_default_device
+from amp_patch.kernels.getters import DTYPE
 from amp_patch.weights.parameter_lists import store_grad, stored_grad
 
 
@@ -25,7 +25,7 @@ def turn_to_fp32(params: Sequence[Tensor]) -> None:
     which is 0 there: NaN. `amp.initialize` refuses half parameters that are to be trained at such a
     level, so those that there are have turned since.
     """
-    if _HALVES.isdisjoint(map(_DTYPE, params)):
+    if _HALVES.isdisjoint(map(DTYPE, params)):
         return
     for param in params:
         if param.dtype in _HALVES and param.requires_grad:
@@ -36,4 +36,3 @@ def turn_to_fp32(params: Sequence[Tensor]) -> None:
 
 
 _HALVES = frozenset(HALVES)
-_DTYPE = operator.attrgetter("dtype")

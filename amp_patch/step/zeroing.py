@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from amp_patch.gradients.gradients import Gradients
 from amp_patch.gradients.param_pairs import ParamPairs
-from amp_patch.gradients.shown_gradients import WATCHED_PASSES
+from amp_patch.gradients.watched_bits import WATCHED_PASSES
 from amp_patch.warn_once import warn_once
 
 from .skip import Skip

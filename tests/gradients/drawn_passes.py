@@ -81,9 +81,10 @@ class Received:
         if is_alone:
             check, params = self.gradients.receive_alone(self.pairs, one.scale)
         else:
-            check, params = self.gradients.receive(self.pairs, one.scale)
-            self.gradients.show(one.scale)
-            self.gradients.finish()
+            taken = self.gradients.receive(self.pairs, one.scale)
+            self.gradients.round_into_halves(taken)
+            self.gradients.finish(taken)
+            check, params = taken.check, taken.params
         self.kept.append((check.overflow, len(check.grads), list(map(self.name, params))))
         self.kept.append(self.lazy is not None and self.lazy.are_waiting)
         self.kept += [len(self.gradients._aside), self.gradients.scaled.scale]

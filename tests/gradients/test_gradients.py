@@ -503,8 +503,7 @@ def test_gradients_of_what_other_ranks_step_follow_the_scale_or_go() -> None:
     gradients.set_aside(pairs, 8.0)
     assert own.grad.tolist() == [8.0, 8.0]
     assert elsewhere.grad.tolist() == [24.0, 24.0]
-    gradients.receive(pairs, 8.0)
-    gradients.finish()
+    gradients.finish(gradients.receive(pairs, 8.0))
     gradients.set_aside(pairs, 8.0)
     assert elsewhere.grad is None
 

@@ -128,7 +128,7 @@ def stepped(halves: list[Tensor], masters: list[Tensor]) -> SteppedGradients:
     used.begin([half.grad for half in halves])
     used.note_versions()
     gradients = SteppedGradients(used, own)
-    gradients.show(ParamPairs(halves, masters))
+    gradients.copy_to_masters(ParamPairs(halves, masters))
     return gradients
 
 
@@ -173,7 +173,7 @@ def test_what_a_backward_adds_to_again_is_no_longer_shown(halves, masters):
     gradients = stepped(halves, masters)
     gradients.follow(steps=False)
     halves[0].grad.add_(1)
-    gradients.show(ParamPairs(halves, masters))
+    gradients.copy_to_masters(ParamPairs(halves, masters))
     assert masters[0].grad is None
 
 

@@ -15,7 +15,7 @@ from kernel_steps import FLAGGED, Step
 from torch import Tensor, nn
 
 from amp_patch import cuda_graph, kernels
-from amp_patch.gradients.shown_gradients import WATCHED_PASSES
+from amp_patch.gradients.watched_bits import WATCHED_PASSES
 from amp_patch.kernels import ScalerState, Unscale, cuda_kernels, scaler_state
 from amp_patch.kernels.host_copy import HostCopy
 from amp_patch.scaling.loss_scaler import LossScaler

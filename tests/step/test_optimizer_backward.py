@@ -10,7 +10,7 @@ from support import scaled_backward
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from amp_patch.gradients.shown_gradients import WATCHED_PASSES
+from amp_patch.gradients.watched_bits import WATCHED_PASSES
 from amp_patch.step.held_params import HeldParams
 from amp_patch.step.optimizer_backward import OptimizerBackward
 from amp_patch.step.skip import Skip
@@ -60,7 +60,7 @@ def test_torchs_fused_optimizers_skip_by_a_flag(fused: bool) -> None:
 def test_passes_add_up(optimizer: Optimizer, backward: OptimizerBackward) -> None:
     for scale in (4.0, 8.0):
         make_pass(backward, optimizer, 3.0, scale)
-        check, params = backward.receive(backward.pairs(), scale)
+        check, params = backward.receive_alone(backward.pairs(), scale)
         assert not check.overflow
         assert [id(one) for one in params] == [id(one) for one in backward.pairs().model]
     assert gradients(optimizer) == [[6.0, 6.0], [6.0]]

@@ -8,7 +8,7 @@ from torch import nn
 
 from amp_patch.gradients.gradients import Gradients
 from amp_patch.gradients.param_pairs import ParamPairs
-from amp_patch.gradients.shown_gradients import WATCHED_PASSES
+from amp_patch.gradients.watched_bits import WATCHED_PASSES
 from amp_patch.step.skip import Skip
 from amp_patch.step.zeroing import Zeroing
 from amp_patch.warn_once import warn_once

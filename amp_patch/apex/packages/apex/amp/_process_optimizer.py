@@ -157,9 +157,9 @@ class AmpOptimizerState:
     def post_backward(self, loss_scaler: LossScaler) -> None:
         """Unscale the gradients and tell the scaler of overflows; it does not move yet."""
         backward = self._step().backward
-        check, _ = backward.receive(backward.pairs(), loss_scaler.loss_scale())
-        backward.gradients.finish()
-        loss_scaler.note(check)
+        taken = backward.receive(backward.pairs(), loss_scaler.loss_scale())
+        backward.gradients.finish(taken)
+        loss_scaler.note(taken.check)
 
 
 def step_of(optimizer: Any) -> OptimizerStep:

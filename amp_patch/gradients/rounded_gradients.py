@@ -6,7 +6,6 @@ Knows pairs of parameters and masters; no optimizer and no loss scale.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
 from itertools import compress
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from amp_patch.distributed.shards import any_spread, local
-from amp_patch.kernels.graph_capture import captures
+from amp_patch.kernels.getters import GRAD, IS_CPU, IS_SPARSE
 from amp_patch.kernels.tensor_lists import alike
 from amp_patch.kernels.without_grad import without_grad
 from amp_patch.weights.parameter_lists import (
@@ -26,13 +25,9 @@ from amp_patch.weights.parameter_lists import (
 
 from .param_pairs import ParamPairs
 
-#: How many of an optimizer's first passes are watched for mistakes. A script that makes one does so
-#: at once: to look at every pass would cost the host more than the scaling.
-WATCHED_PASSES = 16
-
 
 @without_grad
-def show(pairs: ParamPairs) -> list[Tensor]:
+def round_into_halves(pairs: ParamPairs) -> list[Tensor]:
     """Round the gradients that masters have now into those of their half parameters.
 
     Returns:
@@ -41,7 +36,7 @@ def show(pairs: ParamPairs) -> list[Tensor]:
     has_master = list(map(operator.is_not, *pairs))
     if not all(has_master):
         pairs = pairs.select(has_master)
-    halves: list[Any] = look_up(_GRAD, pairs.model)
+    halves: list[Any] = look_up(GRAD, pairs.model)
     own: list[Any] = stored_grads(pairs.master)
     replaced: list[Tensor] = []
     if not (_are_dense(halves) and _are_dense(own)):
@@ -56,7 +51,7 @@ def show(pairs: ParamPairs) -> list[Tensor]:
     if any_spread(halves):
         halves, own = list(map(local, halves)), list(map(local, own))
     # On a CPU torch copies one after the other, whatever they are.
-    is_one_call = bool(halves) and all(map(_IS_CPU, halves)) and all(map(_IS_CPU, own))
+    is_one_call = bool(halves) and all(map(IS_CPU, halves)) and all(map(IS_CPU, own))
     for targets, sources in [(halves, own)] if is_one_call else alike(halves, own):
         write(targets, sources)
     return replaced
@@ -81,60 +76,12 @@ def write(halves: list[Tensor], values: list[Tensor]) -> None:
         torch._foreach_copy_(halves, values)
 
 
-_GRAD = operator.attrgetter("grad")
-_IS_CPU = operator.attrgetter("is_cpu")
-_IS_SPARSE = operator.attrgetter("is_sparse")
 _IS_VIEW = Tensor._is_view
 
 
 def _are_dense(grads: list[Any]) -> bool:
-    return are_complete(grads) and not any(map(_IS_SPARSE, grads))
+    return are_complete(grads) and not any(map(IS_SPARSE, grads))
 
 
 def _is_dense(grad: Tensor | None) -> bool:
     return grad is not None and not grad.is_sparse
-
-
-class WatchedBits:
-    """Finds writes to gradients by ``grad.data``, which move no version; for some passes.
-
-    Attributes:
-        passes_left: how many of these there will be; with the last one nothing is noted any more.
-        sums: what was noted, by the ids of parameters.
-    """
-
-    def __init__(self) -> None:
-        self.passes_left = WATCHED_PASSES
-        self.sums: dict[int, Tensor] = {}
-
-    def note(self, params: Sequence[Tensor]) -> None:
-        """These parameters have gradients as a pass leaves them."""
-        self.sums.update(_sums(params))
-
-    def written(self, params: Sequence[Tensor]) -> set[int]:
-        """Return the ids of parameters to whose gradients somebody has written since."""
-        known = {**self.sums}  # another thread may step meanwhile
-        now = _sums([param for param in params if id(param) in known])
-        if not now:
-            return set()
-        device = next(iter(now.values())).device  # which is waited for once
-        moved = [(total - known[key]).to(device) for key, total in now.items()]
-        return {key for key, by in zip(now, torch.stack(moved).tolist(), strict=True) if by}
-
-    def forget(self) -> None:
-        """The gradients of which something was noted were stepped or cleared."""
-        self.sums.clear()
-        self.passes_left -= 1
-
-
-@torch.no_grad()
-def _sums(params: Sequence[Tensor]) -> dict[int, Tensor]:
-    """Return, for each parameter with a dense gradient in half, the sum of its bits as integers."""
-    if not params or captures.are_made(params[0].device):
-        return {}
-    return {
-        id(param): local(param.grad).view(torch.int16).sum()
-        for param in params
-        if param.grad is not None and param.grad.itemsize == 2 and not param.grad.is_sparse
-        if type(local(param.grad)) is Tensor  # the numbers of a user's class are its own affair
-    }
