@@ -309,7 +309,7 @@ def _shown_masters(optimizer: Optimizer) -> Iterator[Tensor]:
     """
     step = session.optimizers.steps.get(optimizer)
     if step is not None and step.masters is not None:
-        step.backward.show_masters()
+        step.backward.shown.show()
     yield from params_of(optimizer)
 
 

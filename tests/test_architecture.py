@@ -47,6 +47,7 @@ FLOORS = (
         "warn_once",
         "imported_modules",
         "living_objects",
+        "running_backward",
         "weak_modules",
         "did_you_mean",
         "other_names",

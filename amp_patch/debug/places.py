@@ -22,6 +22,7 @@ from torch.nn.modules import module as module_hooks
 from torch.overrides import TorchFunctionMode
 
 from amp_patch.casting import rules
+from amp_patch.running_backward import is_in_backward
 from amp_patch.warn_once import NOT_THE_USERS, users_frame
 
 #: The number that the next node of an autograd graph gets.
@@ -160,7 +161,7 @@ class Places(TorchFunctionMode):
     def _enter(self, module: nn.Module, args: Any) -> None:
         if id(module) in self._names:
             name = self._names[id(module)]
-            if not in_backward():  # a checkpoint runs its modules again there
+            if not is_in_backward():  # a checkpoint runs its modules again there
                 self._calls[name] += 1
             self._modules.append((module, self._calls[name], args))
 
@@ -191,14 +192,9 @@ def function_of(func: Any) -> str:
     return rules.OPERATORS.get(name, name)
 
 
-def in_backward() -> bool:
-    """Return whether the autograd engine is at work in this thread."""
-    return torch._C._current_graph_task_id() != -1
-
-
 def makes_gradients() -> bool:
     """Return whether it makes gradients now: a checkpoint computes its forward there, with grad."""
-    return in_backward() and not torch.is_grad_enabled()
+    return is_in_backward() and not torch.is_grad_enabled()
 
 
 def names_of(model: nn.Module) -> dict[int, str]:

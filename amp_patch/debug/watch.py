@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .places import Place, Places, in_backward, makes_gradients
+from amp_patch.running_backward import is_in_backward
+
+from .places import Place, Places, makes_gradients
 from .ranges import (
     NEAR_LIMIT,
     SMALLEST_NORMAL,
@@ -302,7 +304,7 @@ class Watch(TorchDispatchMode):
             counts.beyond += int((~is_finite & (output.detach() != -math.inf)).sum())
 
     def _count_flushed(self, place: Place, inputs: list[Tensor], outputs: list[Tensor]) -> None:
-        if not (in_backward() and len(inputs) == len(outputs) == 1):
+        if not (is_in_backward() and len(inputs) == len(outputs) == 1):
             return
         (given,), (made,) = inputs, outputs
         if given.dtype is torch.float16 or made.dtype is not torch.float16:

@@ -45,6 +45,10 @@ class ReachedMasters:
                 if param is not master and master.requires_grad and not is_spread(master)
             ]
 
+    def end(self) -> None:
+        """The pass is over."""
+        self.scale = None
+
     def release(self) -> None:
         """No pass comes any more."""
         self._pairs, self._nodes = None, []

@@ -13,11 +13,11 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_patch.casting.torch_compile import never_trace
+from amp_patch.running_backward import is_in_backward
 from amp_patch.step.autograd_graph import AutogradGraph, leaves_of
 from amp_patch.step.optimizer_step import OptimizerStep
 from amp_patch.step.prepared_optimizers import Reached
@@ -139,7 +139,7 @@ class Backwards:
             is_plain = not blocks
             self.begun += 1
             # A checkpoint calls backward in a backward, of which the outer one was looked at.
-            if blocks and torch._C._current_graph_task_id() == -1:
+            if blocks and not is_in_backward():
                 given = kwargs.get("grad_tensors", args[0] if args else None)
                 creates_graph = kwargs.get("create_graph", args[2] if len(args) > 2 else False)
                 is_plain = self._look(tensors, given, kwargs.get("inputs"), creates_graph)
@@ -155,12 +155,12 @@ class Backwards:
 
     def _lead(self, reached: Reached) -> None:
         """A backward begins that is of no scaled loss."""
-        if torch._C._current_graph_task_id() == -1:
+        if not is_in_backward():
             self._before_plain(reached)
 
     def _follow(self, is_plain: bool, reached: Reached) -> None:
         """A backward has ended that is of no scaled loss, in a step, or beside no optimizer."""
-        if torch._C._current_graph_task_id() == -1:
+        if not is_in_backward():
             if not self._prepared:
                 self._after_lone()
             elif is_plain and not self._running:

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from amp_patch.distributed.norms import clip_by_norm
 from amp_patch.distributed.shards import by_mesh
-from amp_patch.step.optimizer_backward import OptimizerBackward, only_read
+from amp_patch.step.optimizer_backward import OptimizerBackward
 from amp_patch.step.prepared_optimizers import PreparedOptimizers
+from amp_patch.step.shown_masters import only_read
 
 from .late_sharding import FSDP
 

@@ -22,6 +22,7 @@ from amp_patch import kernels
 from amp_patch.gradients.foreign_gradients import Watch
 from amp_patch.kernels import GradCheck
 from amp_patch.optimizers.groups import params_of
+from amp_patch.running_backward import is_in_backward
 from amp_patch.scaling.loss_scaler import LossScaler
 from amp_patch.scaling.scale_rule import ScaleRule
 from amp_patch.step.autograd_graph import OF_GRAD_SCALER
@@ -195,9 +196,9 @@ class ServedScalers:
 
     def _scale(self, loss: Tensor) -> Tensor:
         steps = list(self._optimizers.steps.values())
-        if self._open is not None and torch._C._current_graph_task_id() == -1:
+        if self._open is not None and not is_in_backward():
             self._abandon()  # its backward raised
-        if any(step.backward.is_open for step in steps):
+        if any(step.backward.current.is_open for step in steps):
             return loss
         scaling = self._scaling(steps, loss.device)
         self._last_scale = scaling.scale()
@@ -217,7 +218,7 @@ class ServedScalers:
             return  # of two losses, backward together
         if self._open is not None:
             self._abandon()
-        if any(step.backward.is_open for step in self._optimizers.steps.values()):
+        if any(step.backward.current.is_open for step in self._optimizers.steps.values()):
             raise RuntimeError(
                 "a loss must be scaled once; got one that GradScaler.scale() has scaled inside of "
                 "an amp.scale_loss() block, which scales it, too. Remove the GradScaler: call "
@@ -253,7 +254,7 @@ class ServedScalers:
             one.begin()
             one.unscale_()
         else:
-            step.backward.receive_unscaled()  # of a scale of 1: for the script to read
+            step.backward.shown.receive_unscaled()  # of a scale of 1: for the script to read
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Step an optimizer, unless its gradients overflowed; return what its step returns."""

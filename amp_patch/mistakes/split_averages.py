@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from amp_patch.distributed.shards import place
+from amp_patch.running_backward import is_in_backward
 from amp_patch.step.optimizer_backward import OptimizerBackward
 from amp_patch.warn_once import warn_once
 
@@ -42,9 +43,11 @@ class SplitAverages:
 
     def look(self, sent: Sequence[Tensor]) -> None:
         """A collective sums these over ranks; warn, once, where they are a part of a step's."""
-        if not self._looks_left or torch._C._current_graph_task_id() != -1:
+        if not self._looks_left or is_in_backward():
             return  # in a backward it is an engine that averages, or a hook, which comes with each
-        opened = [one for one in self._backwards() if one.is_open and one not in self._known]
+        opened = [
+            one for one in self._backwards() if one.current.is_open and one not in self._known
+        ]
         if not opened:
             return
         for one in opened:

@@ -148,7 +148,7 @@ class BackwardPass:
             RuntimeError: inside another pass of one of the optimizers.
         """
         for one in self._optimizers:
-            one.refuse_nested()
+            one.current.refuse_nested()
         self._cache.begin_backward()
         is_on = self._scaling.is_on
         if self._others:

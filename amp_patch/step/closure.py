@@ -56,7 +56,7 @@ class CheckedClosure:
         masters = self._backward.masters
         if masters is not None:
             masters.publish()  # what the optimizer has tried so far is what the model computes with
-            self._backward.offer_stepped()
+            self._backward.shown.offer_stepped()
         inside = mode.save()
         mode.restore(self._outside)
         try:

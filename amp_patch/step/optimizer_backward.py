@@ -6,11 +6,10 @@ Knows one optimizer, its gradients and masters; nothing of models, levels or how
 from __future__ import annotations
 
 import contextlib
-import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,59 +18,25 @@ from torch.optim import Optimizer
 from amp_patch.distributed.process_groups import StepRanks
 from amp_patch.gradients.any_pass import TakenPass
 from amp_patch.gradients.foreign_gradients import ForeignGradients, Watch
-from amp_patch.gradients.gradient_offer import GradientOffer
 from amp_patch.gradients.gradients import Gradients
 from amp_patch.gradients.param_pairs import Apart, ParamPairs
-from amp_patch.gradients.reached_masters import ReachedMasters
 from amp_patch.kernels import GradCheck
 from amp_patch.kernels.graph_capture import captures
 from amp_patch.optimizers.device_flag import skips_by_flag
 from amp_patch.optimizers.fused_step import FusedStep
 from amp_patch.warn_once import warn
-from amp_patch.weights.parameter_lists import Tensors, are_same, have_none, stored_grad
+from amp_patch.weights.parameter_lists import Tensors, have_none, stored_grad
 
 from .clipped_gradients import ClippedGradients
+from .current_pass import CurrentPass, OpenPass
 from .given_gradients import skip_nonfinite
 from .held_params import HeldParams
+from .shown_masters import ShownMasters
 from .skip import Skip
 from .zeroing import Zeroing
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # not every build of torch has it
-
-
-class OpenPass(Protocol):
-    """What `OptimizerBackward` asks of the pass that it is in."""
-
-    @property
-    def is_left(self) -> bool:
-        """Whether the pass was of a block that is gone, and was not ended."""
-
-    def unscale_(self) -> None:
-        """See `BackwardPass`."""
-
-    def abandon(self) -> None:
-        """See `BackwardPass`."""
-
-
-class _Reading(threading.local):
-    """Whether what gets masters in this thread reads them only, see `only_read`."""
-
-    is_on = False
-
-    @contextlib.contextmanager
-    def only(self) -> Iterator[None]:
-        """Who gets masters in this block writes to none."""
-        before, self.is_on = self.is_on, True
-        try:
-            yield
-        finally:
-            self.is_on = before
-
-
-_reading = _Reading()
-#: For torch's functions that clip: a write to a half parameter that follows is no second one.
-only_read = _reading.only
 
 
 class OptimizerBackward:
@@ -88,12 +53,12 @@ class OptimizerBackward:
         masters, pairs: see `HeldParams`.
         gradients: of its parameters.
         clipped: the same, as they are clipped.
-        is_open: True inside a ``scale_loss`` of this optimizer.
+        current: the pass that it is in.
+        shown: its masters, as a script gets them.
         zeroing: counts its passes, and tells where gradients are not cleared when they should be.
         unshared_scale: the scale of gradients that a ``no_sync()`` backward has left on this rank.
             The backward that shares them must have the same. None where there are none.
         decides_alone: True where there are other ranks, and no engine shares gradients with them.
-        reached: divides what comes to masters past the half parameters.
         apart: knows which optimizers of one loss have no parameter in common with others; asked of
             the loss's first optimizer.
     """
@@ -115,16 +80,12 @@ class OptimizerBackward:
         self.gradients = Gradients(lazy, own)
         self.clipped = ClippedGradients(optimizer, held, self.gradients, fused)
         self._foreign = ForeignGradients()
-        self._offer = GradientOffer(self)
-        self.is_open = False
+        self.current = CurrentPass(held, self.gradients, skip)
+        self.shown = ShownMasters(held, self.gradients, fused, self.current, self._foreign)
         self.zeroing = Zeroing(self.gradients, skip, drops_used=self.masters is not None)
         self.unshared_scale: float | Tensor | None = None
         self.decides_alone = False
-        self.reached = ReachedMasters()
         self.apart = Apart()
-        self._thread: int | None = None
-        self._pass: OpenPass | None = None
-        self._is_scaled = True
 
     @property
     def ranks(self) -> StepRanks:
@@ -166,7 +127,7 @@ class OptimizerBackward:
         Call it where ``gradients.may_be_cleared``, and after an overflow: the skipped step uses no
         gradient, so one that was left at a master would be added to for good.
         """
-        self._offer.withdraw()
+        self.shown.withdraw()
         self.gradients.drop_cleared(self.pairs(), by_value=self.skip.is_certain)
 
     def begin(
@@ -186,19 +147,14 @@ class OptimizerBackward:
             is_scaled: False where the scale is 1, and hooks of the backward may step.
             is_alone: whether the backward is for this optimizer alone.
         """
-        self._end_offer()
+        self.shown.end()
         if self._foreign.found:
             self._foreign.add_to()
         self.zeroing.begin(self.pairs, is_alone)
         self.gradients.set_aside(pairs, scale)
         if self.skip.outcome and self.gradients.are_left and not self.ranks.groups:
             self.skip.note_left()
-        self.is_open, self._pass, self._is_scaled = True, backward_pass, is_scaled
-        self._thread = threading.get_ident()
-        if self.masters is not None:
-            self.masters.own_gradients.keeps_sums = False
-            if is_scaled:
-                self.reached.begin(pairs if is_alone else self.pairs(), scale)
+        self.current.open(backward_pass, pairs if is_alone else self.pairs(), scale, is_scaled)
         if self.skip.is_possible and self._are_dropped():
             self.skip.forget_cleared()  # what overflowed
 
@@ -237,20 +193,20 @@ class OptimizerBackward:
 
     def abandon(self, pairs: ParamPairs) -> None:
         """End the pass as if there had been none: gradients are as before, see `put_back`."""
-        self._close()
+        self.current.close()
         self.zeroing.abandon()
         self.gradients.put_back(pairs)
 
     def drop(self) -> None:
         """End a pass that failed after `receive` began: what was there before is lost, too."""
-        self._close()
+        self.current.close()
         self.zeroing.abandon()
         self.gradients.drop(self.pairs())
 
     def _end_pass(self) -> None:
         self._foreign.own_passes += 1
         self.unshared_scale = None
-        self._close()
+        self.current.close()
 
     def look_at_given(self) -> None:
         """Ask for a skip where gradients are not finite that the script may have given; may wait.
@@ -258,35 +214,8 @@ class OptimizerBackward:
         Not where the last pass had a scale of 1, at which no overflow has a consequence.
         """
         have_overflowed = self.skip.cleared or self.skip.left
-        if self._is_scaled and (self.decides_alone or have_overflowed):
+        if self.current.is_scaled and (self.decides_alone or have_overflowed):
             skip_nonfinite(self.skip, self._held, are_shared=self.decides_alone)
-
-    def _close(self) -> None:
-        self.is_open, self._pass = False, None
-        self.reached.scale = None
-        if self.masters is not None:
-            self.masters.own_gradients.keeps_sums = True
-
-    def refuse_nested(self) -> None:
-        """Raise inside a ``scale_loss`` of the same optimizer; abandon one that nobody can end.
-
-        Raises:
-            RuntimeError: as said.
-        """
-        if self._pass is not None and self._pass.is_left:
-            self._pass.abandon()
-        if self.is_open:
-            raise RuntimeError(
-                "scale_loss() blocks of one optimizer must follow each other, for both would "
-                "unscale the same gradients; got one inside another. Add the losses and scale "
-                "the sum, or leave the first block before the second (delay_unscale=True keeps "
-                "its gradients)."
-            )
-
-    @property
-    def is_here(self) -> bool:
-        """False in a thread that trains its own models, while another one trains these."""
-        return self._thread in (None, threading.get_ident())
 
     def watch_foreign(self, is_scaled: bool) -> Watch:
         """Call before a backward that is not for this optimizer, but may reach its parameters.
@@ -298,7 +227,7 @@ class OptimizerBackward:
             What `note_foreign` needs.
         """
         self.zeroing.note_other()
-        is_here = self.is_here
+        is_here = self.current.is_here
         source = None if self._fused is None else self._fused.lazy.source
         if is_here and self._fused is not None and source is not None and source.is_half:
             self._fused.lazy.materialize()  # unscales half gradients, which may be written to
@@ -315,7 +244,7 @@ class OptimizerBackward:
 
     def note_foreign(self, watch: Watch, optimizers: Sequence[OptimizerBackward]) -> None:
         """Call after that backward, which was for these optimizers."""
-        if not self.is_open:  # a block of its own, around or in another thread, unscales all
+        if not self.current.is_open:  # else a block of its own unscales all
             self._foreign.note(watch, (one.pairs().model for one in optimizers))
 
     def watch_own(self) -> Watch:
@@ -324,85 +253,8 @@ class OptimizerBackward:
 
     def wrote_own(self, watch: Watch) -> bool:
         """Return whether there are new gradients since, and none of them is of an own pass."""
-        is_open = self.is_open or watch.counted != self._foreign.own_passes
+        is_open = self.current.is_open or watch.counted != self._foreign.own_passes
         return not is_open and not self.gradients.are_pending and bool(watch.written())
-
-    def show_masters(self) -> None:
-        """The user gets the masters, to read, write and differentiate by until the next step.
-
-        In a block, behind its backward, they get their gradients now. Not for another thread, which
-        asks while this one may be in the backward: it reads values, for a log or an average.
-        """
-        is_in_backward = torch._C._current_graph_task_id() != -1  # a hook's thread may be torch's
-        if not self.is_open or is_in_backward or self._thread == threading.get_ident():
-            if self.is_open and self.masters is not None:
-                self._end_early()
-            if self.gradients.stepped.wait_to_be_read and not self.gradients.are_pending:
-                self._offer.withdraw()  # most often it is for their values
-            else:
-                self.show_gradients()
-        if self.masters is not None and not _reading.is_on:
-            self.masters.expose()
-
-    def give_back_gradients(self) -> None:
-        """A backward outside of ``scale_loss`` begins; see `Gradients.give_back`."""
-        if self.is_open:
-            return
-        self.gradients.stepped.follow()
-        self.gradients.give_back(self.pairs())
-
-    def offer_gradients(self) -> None:
-        """A backward outside of ``scale_loss`` has ended: a script may read what masters get."""
-        if not self.is_open and self.gradients.take_unscaled:
-            pairs = self.pairs()
-            if not are_same(*pairs) and not have_none(pairs.model):
-                self._offer.make(*pairs)
-
-    def show_scaled(self) -> contextlib.AbstractContextManager[None]:
-        """Return a block in which masters have what waits scaled, see `ScaledGradients.shown`."""
-        scaled = self.gradients.scaled
-        if scaled.scale is None or self.is_open:
-            return contextlib.nullcontext()
-        return scaled.shown(self.pairs())
-
-    def offer_stepped(self) -> None:
-        """A script may read what a step has used, and clear it before the next backward."""
-        if self.masters is None:
-            return
-        if self.gradients.stepped.are_left:
-            pairs = self.pairs()
-            if not have_none(pairs.model):
-                self._offer.make(*pairs)
-        elif self.gradients.stepped.wait_to_be_read:
-            # Who reads them reads all, one by one: the first have the others made.
-            self._offer.make(*self._held.firsts)
-
-    def _end_offer(self, *, steps: bool = False) -> None:
-        """Masters have gradients of their own from here on; used ones are as a script left them.
-
-        Args:
-            steps: see `SteppedGradients.follow`.
-        """
-        self._offer.withdraw()
-        self.gradients.stepped.follow(steps=steps)
-
-    def show_gradients(self) -> None:
-        """The masters' gradients may be read before the next step, and a backward may follow.
-
-        Behind a step they are what it has used, until these are cleared.
-        """
-        if self.gradients.stepped.copied:
-            self._offer.withdraw()
-            return
-        self.receive_unscaled()
-        if self._fused is not None:
-            # A backward adds to what is stored; what waits would come last in the sum.
-            self._fused.lazy.materialize()
-        if self.masters is not None:
-            self.gradients.outside.note_shown(self.pairs())
-            stepped = self.gradients.stepped
-            if (stepped.are_left or stepped.wait_to_be_read) and not self.gradients.are_pending:
-                stepped.copy_to_masters(self.pairs())
 
     def clip(self, max_norm: float, norm_type: float, stages: ProcessGroup | None) -> Tensor:
         """Clip the gradients that are stepped, unscaled ones; see `ClippedGradients.clip`."""
@@ -422,10 +274,10 @@ class OptimizerBackward:
         Raises:
             RuntimeError: as said.
         """
-        self._end_offer(steps=steps)
-        if self.is_open:
-            self._end_early(steps)
-        if self.is_open:
+        self.shown.end(steps=steps)
+        if self.current.is_open:
+            self.current.end_early(steps)
+        if self.current.is_open:
             raise RuntimeError(
                 f"{caller} needs unscaled gradients, which there are from the end of a "
                 "scale_loss() block on; got a call inside the block, and not behind its "
@@ -447,18 +299,7 @@ class OptimizerBackward:
                 "scaled. Leave both out in the last scale_loss() before it, or call "
                 "scaler.unscale_(optimizer), or clear them with optimizer.zero_grad()."
             )
-        self.receive_unscaled()
-
-    def _end_early(self, steps: bool = False) -> None:
-        """End the pass inside of its block: its backward is over, or a hook of that steps."""
-        is_over = torch._C._current_graph_task_id() == -1
-        if steps and not (is_over or self._is_scaled):
-            if self.masters is not None and self.gradients.are_earlier:
-                self.gradients.receive_alone(self.pairs(), None)
-            self._close()
-        elif is_over and self._pass is not None and self.gradients.wrote(self.pairs()):
-            self._pass.unscale_()
-            self.skip.settle()
+        self.shown.receive_unscaled()
 
     def scaled_params(self) -> Sequence[Tensor]:
         """Return the parameters whose gradients wait for a further backward of a scaled loss."""
@@ -468,22 +309,12 @@ class OptimizerBackward:
         pairs = self.pairs()
         return pairs.model if self.gradients.are_delayed(pairs) else ()
 
-    def receive_unscaled(self) -> None:
-        """Give masters what a backward outside of ``scale_loss`` left at their parameters.
-
-        Not where that of another optimizer's block has left some: they are scaled.
-        """
-        self._offer.withdraw()
-        expects = self.masters is not None and not self.is_open and self.gradients.take_unscaled
-        if expects and not self._foreign.are_left():
-            self.gradients.receive_unscaled(self.pairs())
-
     def note_cleared(self) -> None:
         """The user is about to clear the gradients."""
-        if not self.is_open:
-            self._thread = threading.get_ident()
-        self._end_offer()
-        self.zeroing.note_cleared(not self.is_open or self.gradients.wrote(self.pairs()))
+        if not self.current.is_open:
+            self.current.note_thread()
+        self.shown.end()
+        self.zeroing.note_cleared(not self.current.is_open or self.gradients.wrote(self.pairs()))
 
     def note_cleared_by_model(self, cleared: set[int]) -> None:
         """The user is about to clear the gradients of these parameters, by their ids."""
@@ -492,7 +323,7 @@ class OptimizerBackward:
         self.note_cleared()
         self._foreign.drop(cleared)
         # what waits for a further block is at no master yet; else `follow_cleared` comes behind it
-        if self.is_open or self.gradients.scaled.scale is not None:
+        if self.current.is_open or self.gradients.scaled.scale is not None:
             self.gradients.clear(self.pairs(), cleared)
 
     def follow_cleared(self, cleared: set[int]) -> None:
@@ -503,11 +334,11 @@ class OptimizerBackward:
         Args:
             cleared: ids of the model's parameters.
         """
-        self._offer.withdraw()
-        if self.is_open:
+        self.shown.withdraw()
+        if self.current.is_open:
             return
         if not self.gradients.are_pending:
-            self.offer_stepped()  # of other parameters
+            self.shown.offer_stepped()  # of other parameters
         if not self.gradients.may_be_cleared:
             return
         pairs = self.pairs()
@@ -526,12 +357,12 @@ class OptimizerBackward:
 
     def end_step(self, is_made: bool) -> None:
         """The gradients were used up, by a step that was made or skipped."""
-        self._thread = threading.get_ident()
+        self.current.note_thread()
         self.zeroing.end_step()
         self.forget_gradients()
         # a fused step reads half gradients as the backward left them, scaled
         self.gradients.stepped.note_step(is_made and self._fused is None)
-        self.offer_stepped()
+        self.shown.offer_stepped()
 
     def forget_gradients(self) -> None:
         """The gradients were stepped or cleared; nothing is known of the next ones."""
@@ -540,9 +371,9 @@ class OptimizerBackward:
 
     def release(self) -> None:
         """Nobody skips the next step: unscale scaled gradients, drop those that overflowed."""
-        self._end_offer()
-        if self.is_open:  # deactivated in a block, behind its backward
-            self._end_early(steps=False)
+        self.shown.end()
+        if self.current.is_open:  # deactivated in a block, behind its backward
+            self.current.end_early(steps=False)
         with contextlib.suppress(FloatingPointError):  # of no interest, for the scale goes, too
             self.skip.settle()
         if self.gradients.may_be_cleared:
@@ -558,9 +389,9 @@ class OptimizerBackward:
             for tensor in chain(*self.pairs()):
                 tensor.grad = None
         else:
-            self.receive_unscaled()
+            self.shown.receive_unscaled()
         self.skip.forget()
-        self.reached.release()
+        self.current.reached.release()
         self._store_waiting()
 
     def _store_waiting(self) -> None:

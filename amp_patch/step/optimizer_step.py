@@ -5,6 +5,7 @@ Knows one optimizer; nothing of models, levels or how scales move.
 
 from __future__ import annotations
 
+import enum
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -35,13 +36,26 @@ from .held_params import HeldParams
 from .observers import Observers
 from .optimizer_backward import OptimizerBackward
 from .optimizer_state import OptimizerState
-from .own_zero_grad import OwnZeroGrad, clear_halves
 from .replaced_methods import ReplacedMethods, own_methods, takes_hooks
 from .skip import Skip
 from .turned_half import turn_to_fp32
 from .wrapped_optimizers import wrapped_by
 from .writes_in_step import WritesInStep
+from .zero_grad import ZeroGrad
 from .zero_shares import ZeroShares
+
+
+class Phase(enum.Enum):
+    """Where an optimizer is between two steps, or in one.
+
+    ``UNPUBLISHED`` is left where masters could not be rounded into the half weights: it is tried
+    again before these are used.
+    """
+
+    REST = enum.auto()  # the half weights are the masters, rounded
+    STEPS = enum.auto()  # the masters are being changed
+    PUBLISHED = enum.auto()  # still in the step, whose hooks and rest see the new half weights
+    UNPUBLISHED = enum.auto()
 
 
 class OptimizerStep:
@@ -109,13 +123,13 @@ class OptimizerStep:
         self.backward = OptimizerBackward(optimizer, held, self._fused, self.skip)
         self.ended = 0
         self.was_scaled: Callable[[OptimizerStep], bool] | None = None
-        self._is_published, self._is_stepping = True, False
+        self._phase = Phase.REST
         self._thread: int | None = None
         self._is_past_own = False
         self._set_aside: list[Tensor | None] | None = None
-        # torch's own zero_grad() sets None, at a cost of 0.4 us per parameter.
-        inherits = type(optimizer).zero_grad is Optimizer.zero_grad
-        self._clears_plainly = inherits and "zero_grad" not in vars(optimizer)
+        self._zero_grads = ZeroGrad(
+            optimizer, self.backward, self.masters, self._fused, self.methods
+        )
         self._hook = None if store is None else self._publish_before_other_hooks(optimizer)
         self._writes = (
             None
@@ -142,6 +156,10 @@ class OptimizerStep:
     def optimizer(self) -> Optimizer | None:
         """The optimizer; None when the user has dropped it."""
         return self._optimizer()
+
+    @property
+    def _is_stepping(self) -> bool:
+        return self._phase in (Phase.STEPS, Phase.PUBLISHED)
 
     @property
     def _is_foreign(self) -> bool:
@@ -206,7 +224,7 @@ class OptimizerStep:
             self._running.remove(self)
 
     def _look_before(self, *, goes_on: bool) -> None:
-        if not self._is_published:
+        if self._phase is Phase.UNPUBLISHED:
             self._publish()
         if self.skip.pending:
             self.skip.settle()
@@ -260,7 +278,7 @@ class OptimizerStep:
     def receive_in_step(self) -> None:
         """A backward in the step itself, and in no closure, has ended, as GSAM makes two."""
         if self.masters is not None and self._thread == threading.get_ident():
-            self.backward.receive_unscaled()
+            self.backward.shown.receive_unscaled()
 
     def note_data_read(self, stepped: Tensor) -> None:
         """A script may be about to write to ``stepped.data``, also in a hook behind the step."""
@@ -273,7 +291,7 @@ class OptimizerStep:
             self.masters.note_data_set(stepped)
 
     def _is_in_own_step(self) -> bool:
-        return self._is_stepping and not self._is_published
+        return self._phase is Phase.STEPS
 
     def _call_own(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method that torch's optimizers do not have, as ``first_step`` of SAM.
@@ -286,8 +304,8 @@ class OptimizerStep:
             return original(*args, **kwargs)
         if self.masters is not None:
             self.masters.reconcile()
-            self.backward.offer_gradients()
-        with self.backward.show_scaled():
+            self.backward.shown.offer()
+        with self.backward.shown.show_scaled():
             return original(*args, **kwargs)
 
     def _step_wrapped(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -369,13 +387,14 @@ class OptimizerStep:
         """Make the step, which changes nothing where a device's flag is not 0."""
         with self._lock:
             saved = mode.switch_off()
-            self._is_published, self._is_stepping = False, True
+            self._phase = Phase.STEPS
             try:
                 result = self._call(flag, original, *args, **kwargs)
             finally:
                 mode.restore(saved)
-                self._is_stepping = False
-                if not self._is_published:
+                has_published = self._phase is not Phase.STEPS
+                self._phase = Phase.REST if has_published else Phase.UNPUBLISHED
+                if not has_published:
                     self._publish()
         self.skip.note_made(flag)
         if self._is_foreign and self.masters is not None:
@@ -436,70 +455,29 @@ class OptimizerStep:
         write to the masters, and calls no hook when it ends.
         """
         self._publish()
-        self._is_published = not self._is_stepping or stepped is self._optimizer()
+        if self._is_stepping and stepped is not self._optimizer():
+            self._phase = Phase.STEPS
 
     def _publish(self) -> None:
         """Round the masters into the half weights; also called where an earlier try failed."""
         masters, writes = self.masters, self._writes
+        is_published = self._phase in (Phase.REST, Phase.PUBLISHED)
         # once more in one step: of a subclass, which has published in super().step()
-        is_followed = writes is not None and self._is_published and writes.follow()
+        is_followed = writes is not None and is_published and writes.follow()
         if masters is not None and writes is not None and not is_followed:
-            if not self._is_published:
+            if not is_published:
                 writes.tell()
             masters.publish(self._fused is not None and self._fused.has_published)
             writes.published()
-        self._is_published = True
+        self._phase = Phase.PUBLISHED if self._is_stepping else Phase.REST
 
     def _zero_grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         # A closure may clear between its forward, which saved the weights, and its backward.
-        if not self._is_published and not self._is_stepping:
+        if self._phase is Phase.UNPUBLISHED:
             self._publish()
         if self.skip.pending:
             self.skip.settle()
-        self.backward.note_cleared()
-        gradients = self.backward.gradients
-        if self._clears_plainly and not args and not kwargs:
-            if self._fused is not None:
-                self._fused.lazy.drop()
-            pairs = self.backward.pairs()
-            clear_grads(pairs.master)
-            if self.masters is not None:
-                clear_grads(pairs.model)
-        else:
-            if self._fused is not None:
-                self._fused.lazy.materialize_or_drop()  # written or not, they are cleared
-            if not self._clear_otherwise(original, *args, **kwargs):
-                return
-        gradients.clear_elsewhere()
-        self.backward.forget_gradients()
-        self.skip.forget_cleared()  # what overflowed is gone
-
-    def _clear_otherwise(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
-        """Clear as torch with arguments or an optimizer's own ``zero_grad`` does; half ones, too.
-
-        Returns:
-            False where that has left gradients of some groups; it is noted which it has not.
-        """
-        optimizer, own = self.optimizer, None
-        # not those of `backward.pairs()`: a checkpoint may have put half ones into the groups
-        pairs = [] if self.masters is None else list(self.masters.pairs())
-        if optimizer is not None and not self._clears_plainly:
-            own = OwnZeroGrad(optimizer.param_groups, pairs)
-        try:
-            with self.methods.in_original():
-                original(*args, **kwargs)
-        except BaseException:
-            if own is not None:
-                own.take_back()
-            raise
-        if own is None:
-            clear_halves(pairs, bool(args[0] if args else kwargs.get("set_to_none", True)))
-            return True
-        cleared = own.follow()
-        if cleared is not None:
-            self.backward.note_cleared_by_model(cleared)
-            self.backward.follow_cleared(cleared)
-        return cleared is None
+        self._zero_grads.clear(self._optimizer(), original, *args, **kwargs)
 
 
 def is_stepping() -> bool:

@@ -301,14 +301,14 @@ class PreparedOptimizers:
         return [step.backward for step in every if step is not None and step not in steps]
 
     def give_back_gradients(self, reached: Reached) -> None:
-        """See `OptimizerBackward.give_back_gradients`; of the backward of another model nothing."""
+        """See `ShownMasters.give_back`; of the backward of another model nothing."""
         for one in self._with_masters(reached):
-            one.give_back_gradients()
+            one.shown.give_back()
 
     def offer_gradients(self, reached: Reached) -> None:
-        """See `OptimizerBackward.offer_gradients`; arguments are those of `give_back_gradients`."""
+        """See `ShownMasters.offer`; arguments are those of `give_back_gradients`."""
         for one in self._with_masters(reached):
-            one.offer_gradients()
+            one.shown.offer()
 
     def _with_masters(self, reached: Reached) -> list[OptimizerBackward]:
         """Return those with masters, but what another thread trains, and a backward leaves alone.
@@ -321,7 +321,7 @@ class PreparedOptimizers:
         return [
             one
             for one in every
-            if one.is_here or not reached().isdisjoint(map(id, one.pairs().model))
+            if one.current.is_here or not reached().isdisjoint(map(id, one.pairs().model))
         ]
 
     def settle(self) -> None:

@@ -47,7 +47,7 @@ class WatchedBackward:
         self.has_run = True
         if self.is_over:
             living = (reference() for reference in self._optimizers)
-            if not any(one is not None and one.is_open for one in living):
+            if not any(one is not None and one.current.is_open for one in living):
                 refuse_late_backward()
 
 
@@ -61,7 +61,7 @@ def tell_of_strays(optimizers: Sequence[OptimizerBackward], loss: Tensor | None)
     Raises:
         RuntimeError: the script has given gradients to masters in the block.
     """
-    if any(one.reached.were_reached for one in optimizers):
+    if any(one.current.reached.were_reached for one in optimizers):
         return
     for one in optimizers:
         if not one.gradients.are_pending:

@@ -93,40 +93,6 @@ def test_one_bad_micro_batch_skips_the_accumulated_step(
     assert_unchanged(model, optimizer, before)
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_zero_grad_clears_the_overflow_with_the_gradients(
-    amp: ModuleType, set_to_none: bool
-) -> None:
-    model, optimizer = prepared(amp)
-    backward(amp, model, optimizer, INF)
-    optimizer.zero_grad(set_to_none=set_to_none)
-    backward(amp, model, optimizer)
-    optimizer.step()
-    assert not amp.step_was_skipped(optimizer)
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_zero_grad_that_the_script_has_replaced_is_the_one_that_clears(
-    amp: ModuleType, level: str
-) -> None:
-    model = linear()
-    optimizer = SGD(model.parameters(), lr=0.5)
-    clear, calls = optimizer.zero_grad, []
-
-    def to_zeros(set_to_none: bool = True) -> None:
-        calls.append(set_to_none)
-        clear(set_to_none=False)
-
-    optimizer.zero_grad = to_zeros
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    backward(amp, model, optimizer)
-    optimizer.step()
-    optimizer.zero_grad()
-    assert calls == [True]
-    grads = [param.grad for param in amp.master_params(optimizer)]
-    assert [None if grad is None else grad.any().item() for grad in grads] == [False] * len(grads)
-
-
 @pytest.mark.parametrize("clear", ["optimizer", "model", "by hand"])
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_gradients_that_overflowed_are_not_stepped_when_they_are_put_back(
@@ -428,40 +394,3 @@ def test_deactivate_leaves_nothing_on_the_optimizer(amp: ModuleType) -> None:
     amp.deactivate()
     assert set(vars(optimizer)) == before
     assert not optimizer._optimizer_step_post_hooks
-
-
-# --- cleared gradients ---
-
-
-class ClearsInPlace(SGD):
-    """As torch's optimizers did before 2.0, and some of apex and of scripts still do."""
-
-    def zero_grad(self, set_grads_to_None: bool = False) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if set_grads_to_None:
-                    param.grad = None
-                elif param.grad is not None:
-                    param.grad.detach_().zero_()
-
-
-@pytest.mark.parametrize("to_none", [False, True])
-@pytest.mark.parametrize("is_stepped", [False, True])
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
-def test_what_an_optimizers_own_zero_grad_leaves_is_stepped(
-    amp: ModuleType, level: str, is_stepped: bool, to_none: bool
-) -> None:
-    """Zeros of a layer that is frozen since: its momentum goes on, as it does without amp."""
-    model, optimizer = prepared(
-        amp, level, lambda params: ClearsInPlace(params, lr=0.125, momentum=0.5)
-    )
-    train_step(amp, model, optimizer)
-    if not is_stepped:
-        optimizer.zero_grad(set_grads_to_None=True)
-        backward(amp, model, optimizer)
-    model.bias.requires_grad_(False)
-    optimizer.zero_grad(set_grads_to_None=to_none)
-    before = model.state_dict()["bias"].clone()
-    backward(amp, model, optimizer)
-    optimizer.step()
-    assert torch.equal(model.state_dict()["bias"], before) is to_none

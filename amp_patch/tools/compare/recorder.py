@@ -207,7 +207,7 @@ class Recorder(StepObserver):
     def _note_gradients(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         step = self._session.optimizers.steps.get(optimizer)
         if step is not None and step.masters is not None:
-            step.backward.show_masters()
+            step.backward.shown.show()
         names = self._parameter_names()
         for param in params_of(optimizer):
             name = names.get(id(param), f"(of no model, {tuple(param.shape)})")

@@ -70,7 +70,7 @@ class AmpOptimizerState:
     @params_have_scaled_gradients.setter
     def params_have_scaled_gradients(self, value: bool) -> None:
         backward = self._step().backward
-        if backward.is_open or (value and not self.params_have_scaled_gradients):
+        if backward.current.is_open or (value and not self.params_have_scaled_gradients):
             backward.leave_scaled(self._scale())
         if not value:
             backward.gradients.scaled.forget()

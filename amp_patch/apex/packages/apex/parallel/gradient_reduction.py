@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from amp_patch.running_backward import is_in_backward
+
 from .flat_calls import flatten, unflatten
 
 
@@ -82,7 +84,7 @@ class GradientReduction:
 
     def follow(self, params: Sequence[nn.Parameter]) -> None:
         """Take over the parameters that train, in the model's order; call before each forward."""
-        if torch._C._current_graph_task_id() != -1:
+        if is_in_backward():
             return  # a checkpoint computes the forward again, inside of a backward
         known = [(id(param), param.dtype, param.device) for param in params]
         if known != self._known:

@@ -1,0 +1,161 @@
+"""Masters as a script gets them before the step that uses them: their values and their gradients.
+
+A script reads and writes those of ``amp.master_params(optimizer)`` and ``optimizer.param_groups``
+where plain PyTorch would have it read and write the model's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+from amp_patch.gradients.foreign_gradients import ForeignGradients
+from amp_patch.gradients.gradient_offer import GradientOffer
+from amp_patch.gradients.gradients import Gradients
+from amp_patch.optimizers.fused_step import FusedStep
+from amp_patch.running_backward import is_in_backward
+from amp_patch.weights.parameter_lists import are_same, have_none
+
+from .current_pass import CurrentPass
+from .held_params import HeldParams
+
+
+class _Reading(threading.local):
+    """Whether what gets masters in this thread reads them only, see `only_read`."""
+
+    is_on = False
+
+    @contextlib.contextmanager
+    def only(self) -> Iterator[None]:
+        """Who gets masters in this block writes to none."""
+        before, self.is_on = self.is_on, True
+        try:
+            yield
+        finally:
+            self.is_on = before
+
+
+_reading = _Reading()
+#: For torch's functions that clip: a write to a half parameter that follows is no second one.
+only_read = _reading.only
+
+
+class ShownMasters:
+    """Gives the masters of one optimizer their gradients when a script may read them.
+
+    To do so in each step would take time that most scripts have no use for, so masters are offered
+    to ask for them, see `GradientOffer`.
+
+    Args:
+        held: the parameters of the optimizer.
+        gradients: of these.
+        fused: what steps in its place; None where it steps itself.
+        current: the pass that it is in.
+        foreign: gradients that came of other optimizers' blocks.
+    """
+
+    def __init__(
+        self,
+        held: HeldParams,
+        gradients: Gradients,
+        fused: FusedStep | None,
+        current: CurrentPass,
+        foreign: ForeignGradients,
+    ) -> None:
+        self._held, self._pairs, self._masters = held, held.pairs, held.masters
+        self._gradients, self._fused = gradients, fused
+        self._current, self._foreign = current, foreign
+        self._offer = GradientOffer(self)
+
+    def show(self) -> None:
+        """The user gets the masters, to read, write and differentiate by until the next step.
+
+        In a block, after its backward, they get their gradients now. Not for another thread, which
+        asks while this one may be in the backward: it reads values, for a log or an average.
+        """
+        current, stepped = self._current, self._gradients.stepped
+        if not current.is_open or is_in_backward() or current.is_here:
+            if current.is_open and self._masters is not None:
+                current.end_early()
+            if stepped.wait_to_be_read and not self._gradients.are_pending:
+                self._offer.withdraw()  # most often it is for their values
+            else:
+                self.show_gradients()
+        if self._masters is not None and not _reading.is_on:
+            self._masters.expose()
+
+    def show_gradients(self) -> None:
+        """The masters' gradients may be read before the next step, and a backward may follow.
+
+        After a step they are what it has used, until these are cleared.
+        """
+        stepped = self._gradients.stepped
+        if stepped.copied:
+            self._offer.withdraw()
+            return
+        self.receive_unscaled()
+        if self._fused is not None:
+            # A backward adds to what is stored; what waits would come last in the sum.
+            self._fused.lazy.materialize()
+        if self._masters is not None:
+            self._gradients.outside.note_shown(self._pairs())
+            if (stepped.are_left or stepped.wait_to_be_read) and not self._gradients.are_pending:
+                stepped.copy_to_masters(self._pairs())
+
+    def show_scaled(self) -> contextlib.AbstractContextManager[None]:
+        """Return a block in which masters have what waits scaled, see `ScaledGradients.shown`."""
+        scaled = self._gradients.scaled
+        if scaled.scale is None or self._current.is_open:
+            return contextlib.nullcontext()
+        return scaled.shown(self._pairs())
+
+    def receive_unscaled(self) -> None:
+        """Give masters what a backward outside of ``scale_loss`` left at their parameters.
+
+        Not where that of another optimizer's block has left some: they are scaled.
+        """
+        self._offer.withdraw()
+        if self._masters is None or self._current.is_open or not self._gradients.take_unscaled:
+            return
+        if not self._foreign.are_left():
+            self._gradients.receive_unscaled(self._pairs())
+
+    def give_back(self) -> None:
+        """A backward outside of ``scale_loss`` begins; see `Gradients.give_back`."""
+        if self._current.is_open:
+            return
+        self._gradients.stepped.follow()
+        self._gradients.give_back(self._pairs())
+
+    def offer(self) -> None:
+        """A backward outside of ``scale_loss`` has ended: a script may read what masters get."""
+        if not self._current.is_open and self._gradients.take_unscaled:
+            pairs = self._pairs()
+            if not are_same(*pairs) and not have_none(pairs.model):
+                self._offer.make(*pairs)
+
+    def offer_stepped(self) -> None:
+        """A script may read what a step has used, and clear it before the next backward."""
+        if self._masters is None:
+            return
+        if self._gradients.stepped.are_left:
+            pairs = self._pairs()
+            if not have_none(pairs.model):
+                self._offer.make(*pairs)
+        elif self._gradients.stepped.wait_to_be_read:
+            # Who reads them reads all, one by one: the first have the others made.
+            self._offer.make(*self._held.firsts)
+
+    def withdraw(self) -> None:
+        """No master asks any more."""
+        self._offer.withdraw()
+
+    def end(self, *, steps: bool = False) -> None:
+        """Masters have gradients of their own from here on; used ones are as a script left them.
+
+        Args:
+            steps: see `SteppedGradients.follow`.
+        """
+        self._offer.withdraw()
+        self._gradients.stepped.follow(steps=steps)

@@ -1,0 +1,62 @@
+"""Masters as a script gets them: with true gradients, and none in the midst of a backward."""
+
+import copy
+from types import ModuleType
+
+import pytest
+import torch
+from support import scaled_backward
+from torch import Tensor, nn
+from torch.optim import SGD
+
+
+@pytest.mark.filterwarnings("ignore:a hook of a parameter")
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_masters_that_a_hook_reads_in_the_backward_get_no_scaled_gradients(
+    amp: ModuleType, level: str
+) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model = copy.deepcopy(plain)
+    optimizer, plain_optimizer = (SGD(one.parameters(), lr=0.1) for one in (model, plain))
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=2.0**12, verbosity=0)
+    read: list[Tensor] = []
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(
+            lambda _: read.extend(one.detach().clone() for one in amp.master_params(optimizer))
+        )
+    for one, stepped in ((model, optimizer), (plain, plain_optimizer)):
+        for _ in range(2):
+            loss = one(torch.linspace(-1, 1, 8).reshape(2, 4)).float().square().mean()
+            scaled_backward(amp, loss, stepped) if one is model else loss.backward()
+            stepped.step()
+            stepped.zero_grad()
+    assert len(read) == 2 * 4 * 4
+    found = [param.float() for param in model.parameters()]
+    torch.testing.assert_close(found, list(plain.parameters()), rtol=0.02, atol=0.01)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("place", ["in the block", "after it", "after the step"])
+def test_they_have_the_gradients_of_plain_training(amp: ModuleType, level: str, place: str) -> None:
+    model = nn.Linear(4, 1, bias=False)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=64.0, verbosity=0)
+    inputs = torch.tensor([[1.0, 2.0, -4.0, 0.5]])
+    read: list[Tensor] = []
+
+    def look() -> None:
+        read.extend(one.grad.clone() for one in amp.master_params(optimizer))
+
+    with amp.scale_loss(model(inputs).float().sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+        if place == "in the block":
+            look()
+    if place == "after it":
+        look()
+    optimizer.step()
+    if place == "after the step":
+        read.append(optimizer.param_groups[0]["params"][0].grad.clone())
+    (grad,) = read
+    assert grad.dtype == torch.float32
+    assert torch.equal(grad, inputs)
