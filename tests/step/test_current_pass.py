@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -35,8 +36,9 @@ class Block:
 
 
 @pytest.fixture
-def held() -> HeldParams:
-    return HeldParams(SGD([nn.Parameter(torch.zeros(2))], lr=1.0), masters=None)
+def held() -> Iterator[HeldParams]:
+    optimizer = SGD([nn.Parameter(torch.zeros(2))], lr=1.0)  # held weakly
+    yield HeldParams(optimizer, masters=None)
 
 
 @pytest.fixture
