@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -36,9 +35,13 @@ class Block:
 
 
 @pytest.fixture
-def held() -> Iterator[HeldParams]:
-    optimizer = SGD([nn.Parameter(torch.zeros(2))], lr=1.0)  # held weakly
-    yield HeldParams(optimizer, masters=None)
+def optimizer() -> SGD:
+    return SGD([nn.Parameter(torch.zeros(2))], lr=1.0)
+
+
+@pytest.fixture
+def held(optimizer: SGD) -> HeldParams:
+    return HeldParams(optimizer, masters=None)
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Masters as a script gets them: with true gradients, and none in the midst of a backward."""
 
 import copy
+import threading
 from types import ModuleType
 
 import pytest
@@ -60,3 +61,29 @@ def test_they_have_the_gradients_of_plain_training(amp: ModuleType, level: str, 
     (grad,) = read
     assert grad.dtype == torch.float32
     assert torch.equal(grad, inputs)
+
+
+@pytest.mark.filterwarnings("ignore:a hook of a parameter")
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_another_thread_that_reads_masters_in_the_backward_ends_no_pass(
+    amp: ModuleType, level: str
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 1, bias=False))
+    optimizer = SGD(model.parameters(), lr=0.0)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=64.0, verbosity=0)
+    read: list[list[Tensor]] = []
+
+    def read_in_a_thread(_: Tensor) -> None:
+        thread = threading.Thread(target=lambda: read.append(list(amp.master_params(optimizer))))
+        thread.start()
+        thread.join()
+
+    model[1].weight.register_post_accumulate_grad_hook(read_in_a_thread)  # the other has none yet
+    scaled_backward(amp, model(torch.ones(1, 4)).float().sum(), optimizer)
+    assert len(read) == 1
+    masters = list(amp.master_params(optimizer))
+    expected = torch.autograd.grad(
+        (masters[1] @ (masters[0] @ torch.ones(4, 1))).sum(), masters, retain_graph=True
+    )
+    found = [master.grad for master in masters]
+    torch.testing.assert_close(found, list(expected), rtol=2e-2, atol=2e-2)
