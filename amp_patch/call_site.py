@@ -53,6 +53,8 @@ def errors_at_the_call(
         except Exception as error:
             if not _is_raised_by_us(error.__traceback__):
                 raise
+            # a notebook keeps the last traceback, and with it this frame: it may not hold models
+            del args, kwargs
             raise error.with_traceback(None)  # noqa: B904  # it is the very same error
 
     # inspect.getfullargspec, by which Catalyst asks for defaults, follows no __wrapped__

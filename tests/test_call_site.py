@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+import weakref
 from types import ModuleType
 from typing import Any
 
@@ -77,6 +78,17 @@ def test_apex_is_told_what_takes_more_arguments(amp: ModuleType) -> None:
             apex_amp.initialize(nn.Linear(1, 1), rules={})
         with pytest.raises(TypeError, match=r"got 'opt_levl', .* amp\.initialize\(opt_level="):
             apex_amp.initialize(nn.Linear(1, 1), opt_levl="O1")
+
+
+def test_the_traceback_that_a_notebook_keeps_holds_no_model(amp: ModuleType) -> None:
+    model = nn.Linear(1, 1)
+    dead = weakref.ref(model)
+    with pytest.raises(RuntimeError, match="got 'O9'") as caught:
+        amp.initialize(model, opt_level="O9")
+    kept = caught.value.__traceback__.tb_next  # the test's own frame holds it
+    assert kept is not None
+    del caught, model
+    assert dead() is None
 
 
 @pytest.mark.parametrize("what", ["torch's", "a defect"])

@@ -42,6 +42,15 @@ PROBABILITIES = re.compile(
     r"(constraint |within the support \()Simplex\(\)(?!.*\bnan\b).*dtype=torch\.b?float16",
     re.DOTALL,
 )
+# Integers or truth values met weights; plain PyTorch refuses them with the same words.
+_INTEGER = r"(bool|(un)?signed char|char|short|int|long( int)?|Bool|Byte|Char|Short|Int|Long)"
+_INTEGERS = re.compile(
+    rf"\bgot:? (\w+, )?{_INTEGER}\b(?! tensor)|Input type \({_INTEGER}\)"
+    r"|input dtype \(torch\.(bool|u?int)"
+)
+# The same words are used of half numbers in the place of indices.
+_MAYBE_INTEGERS = re.compile(rf"expected scalar type {_INTEGER} but|mixed dtype \(CPU\)")
+_INTEGER_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 # A tensor that a message shows has a dtype of which it does not complain.
 SHOWN = re.compile(r"\btensor\(.*?\bdtype=torch\.\w+", re.DOTALL)
 # What code asks for that takes float32 alone, and the half dtype that it tells of.
@@ -62,6 +71,8 @@ def refuses_half(error: BaseException) -> bool:
 def mend_of(place: Place, error: BaseException) -> str:
     """Return what mends an error about dtypes that came from a place, in sentences."""
     message = str(error)
+    if _is_of_integers(message, place):
+        return _MEND_OF_INTEGERS
     mend = _MEND_OF_AUTOCAST if _AUTOCAST.search(message) else _mend_of_half(message, place)
     if mend is None and refuses_half(error):
         mend = _mend_of_a_refusal(place, error)
@@ -75,6 +86,16 @@ def mend_of(place: Place, error: BaseException) -> str:
     if mend is None:
         mend = _other_strays(strays) + _mend_of_inputs(place, error)
     return mend
+
+
+def _is_of_integers(message: str, place: Place) -> bool:
+    """Tell whether integers came where floating numbers are due."""
+    if _INTEGERS.search(message):
+        return True
+    at_hand = place.frame.f_locals.values()
+    return bool(_MAYBE_INTEGERS.search(message)) and any(
+        _has(_INTEGER_DTYPES, value) for value in at_hand if isinstance(value, torch.Tensor)
+    )
 
 
 def _mend_of_half(message: str, place: Place) -> str | None:
@@ -118,6 +139,10 @@ def _cast_argument(place: Place, error: BaseException) -> str | None:
     return None
 
 
+_MEND_OF_INTEGERS = (
+    "Integers are never cast, for they may be indices, and plain PyTorch takes none here either: "
+    "give it x.float()."
+)
 _MEND_OF_AUTOCAST = (
     "torch.autocast is on, and casts by a list of its own: remove it, the level casts by itself."
 )
@@ -127,9 +152,14 @@ MEND_WHERE_FUNCTIONS_CAST = (
     "`with amp.float_region():`."
 )
 
+MEND_OF_A_HALF_HOOK = (
+    "So are the gradients of its parameters and activations, and a hook must return its gradient's "
+    "own dtype: write g * mask.to(g.dtype)."
+)
 MEND_OF_A_HOOK = (
-    "What a hook computes by products of matrices and convolutions is in half precision, too, and "
-    "it must return its gradient's own dtype: decorate the hook by `@amp.disable_casts()`."
+    "A hook must return its gradient's own dtype, which is half for what such a function has "
+    "returned: write g * mask.to(g.dtype). What a hook computes by products of matrices and "
+    "convolutions is in half precision, too: decorate it by `@amp.disable_casts()`."
 )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import nn
 from amp_patch.levels import OptLevel
 
 from .dtype_mends import (
+    MEND_OF_A_HALF_HOOK,
     MEND_OF_A_HOOK,
     MEND_WHERE_FUNCTIONS_CAST,
     NO_KERNEL,
@@ -53,8 +54,8 @@ _BEGIN = "amp_patch: "
 def explain(error: BaseException, levels: Mapping[nn.Module, OptLevel]) -> None:
     """Add a note to an exception about dtypes that a module of a model raises; once.
 
-    Where functions cast (O1, O4) only what names a half dtype gets one, and a hook or a write in
-    place of the script gets one, too.
+    Where functions cast (O1, O4) only what names a half dtype gets one, and a write in place of the
+    script gets one, too; a hook does at any level.
 
     Args:
         error: as it is on its way to the user.
@@ -92,18 +93,29 @@ def explain(error: BaseException, levels: Mapping[nn.Module, OptLevel]) -> None:
 
 def _beside_models(message: str, levels: Mapping[nn.Module, OptLevel]) -> str | None:
     """Return what is said of a hook, or of a function of one dtype, outside of all modules."""
-    mends = ((_HOOK, MEND_OF_A_HOOK), (_OF_ONE_DTYPE, MEND_WHERE_FUNCTIONS_CAST))
-    mend = next((mend for complaint, mend in mends if complaint.search(message)), None)
-    names = " and ".join(sorted({one.name for one in levels.values() if one.casts_functions}))
-    if mend is None or not names:
+    is_of_hook = _HOOK.search(message)
+    if not (is_of_hook or _OF_ONE_DTYPE.search(message)):
         return None
-    return f"at opt_level {names} functions cast to half precision, outside of models too. {mend}"
+    casting = _names_of(level for level in levels.values() if level.casts_functions)
+    if casting:
+        mend = MEND_OF_A_HOOK if is_of_hook else MEND_WHERE_FUNCTIONS_CAST
+        return (
+            f"at opt_level {casting} functions cast to half precision, outside of models too. "
+            f"{mend}"
+        )
+    storing = _names_of(level for level in levels.values() if level.stores_half)
+    if is_of_hook and storing:
+        return f"at opt_level {storing} the model is stored in half. {MEND_OF_A_HALF_HOOK}"
+    return None
+
+
+def _names_of(levels: Iterable[OptLevel]) -> str:
+    return " and ".join(sorted({level.name for level in levels}))
 
 
 def _names_of_bfloat16(levels: Mapping[nn.Module, OptLevel]) -> str:
     """Return the levels at which models compute in bfloat16."""
-    found = {level.name for level in levels.values() if level.half_dtype is torch.bfloat16}
-    return " and ".join(sorted(found))
+    return _names_of(level for level in levels.values() if level.half_dtype is torch.bfloat16)
 
 
 def _is_noted(error: BaseException) -> bool:

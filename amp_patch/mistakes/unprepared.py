@@ -220,8 +220,9 @@ class UnpreparedParams:
                 f"{call} needs unscaled gradients; got {count} of parameters that no optimizer of "
                 "amp.initialize() steps, which are multiplied by the loss scale. Call "
                 "amp.clip_grad_norm_(optimizer, max_norm), freeze what is not to be trained by "
-                "requires_grad_(False), or train these: optimizer.add_param_group({'params': "
-                "[...]}), or an optimizer that amp.initialize() and amp.scale_loss() get."
+                "requires_grad_(False) and clear what it has by model.zero_grad(), or train these: "
+                "optimizer.add_param_group({'params': [...]}), or an optimizer that "
+                "amp.initialize() and amp.scale_loss() get."
             )
 
     def _unfrozen(self, params: Iterable[Tensor], optimizers: PreparedOptimizers) -> set[int]:

@@ -46,6 +46,17 @@ REFUSED_IN_BFLOAT16: dict[str, Callable[[Tensor], Any]] = {
 WITH_OUT = {"Unsupported dtype", "either float or double", "Half, Float or Double tensors"}
 
 
+class Product(nn.Module):
+    """A matrix, and no layer of torch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.matmul(x, self.weight)
+
+
 class Then(nn.Module):
     """A layer, and then a function of its half numbers."""
 
@@ -130,12 +141,65 @@ def test_a_hook_of_a_gradient_that_multiplies_matrices(amp: ModuleType, level: s
     handle = model.weight.register_hook(lambda grad: grad @ kept.diag())
     note = fail(step, ends_script=True)
     assert f"at opt_level {level} functions cast to half precision" in note
-    assert "decorate the hook by `@amp.disable_casts()`" in note
+    assert "in half precision, too: decorate it by `@amp.disable_casts()`" in note
     handle.remove()
     optimizer.zero_grad()
     model.weight.register_hook(core.disable_casts()(lambda grad: grad @ kept.diag()))
     step()
     torch.testing.assert_close(model.weight.grad, 4 * kept.expand(4, 4))
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_a_hook_that_multiplies_a_half_gradient_by_a_float32_mask(
+    amp: ModuleType, level: str
+) -> None:
+    """As of rows that stay as they are; the note's mend trains as without amp."""
+    model = nn.Linear(4, 4)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    mask = torch.tensor([[1.0], [0.0], [1.0], [0.0]])
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=1.0, verbosity=0)
+
+    def step() -> None:
+        with amp.scale_loss(model(X).float().sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+
+    handle = model.weight.register_hook(lambda grad: grad * mask)
+    note = fail(step, ends_script=True)
+    assert f"at opt_level {level} the model is stored in half" in note
+    assert "write g * mask.to(g.dtype)" in note
+    handle.remove()
+    optimizer.zero_grad()
+    model.weight.register_hook(lambda grad: grad * mask.to(grad.dtype))
+    step()
+    torch.testing.assert_close(model.weight.grad.float(), (4 * mask).expand(4, 4))
+
+
+@pytest.mark.parametrize(
+    ("kind", "level"),
+    [
+        *product(["linear", "conv", "no bias", "matmul"], [*CASTING, *HALF]),
+        *product(["gru"], HALF),  # elsewhere torch names no half dtype
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.int32])
+def test_integers_that_plain_torch_refuses_as_well(
+    amp: ModuleType, kind: str, level: str, dtype: torch.dtype
+) -> None:
+    models = {
+        "linear": nn.Linear(4, 4),
+        "conv": nn.Conv1d(4, 4, 1),
+        "no bias": nn.Conv1d(4, 4, 1, bias=False),
+        "matmul": Product(),
+        "gru": Then(lambda x: x),
+    }
+    models["gru"].layer = nn.GRU(4, 4)
+    x = torch.ones(2, 4, 4).to(dtype)
+    with pytest.raises((RuntimeError, ValueError)):
+        models[kind](x)
+    model = amp.initialize(models[kind], opt_level=level, verbosity=0)
+    note = fail(lambda: model(x))
+    assert "Integers are never cast" in note
+    model(x.float())
 
 
 def test_a_result_that_numpy_cannot_take(amp: ModuleType) -> None:
