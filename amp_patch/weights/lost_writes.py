@@ -18,7 +18,7 @@ def tell_of_lost_writes(
     pairs: Iterable[tuple[Tensor, Tensor]],
     wins: Sequence[bool],
     versions: Sequence[int],
-    before: Sequence[tuple[int, int] | None],
+    before: Sequence[int | None],
 ) -> None:
     """Warn of the first half weight that was written to and does not equal its master, which wins.
 
@@ -26,14 +26,14 @@ def tell_of_lost_writes(
         pairs: each half weight with its master.
         wins: whether the weight is about to follow its master.
         versions: of the weights.
-        before: those of weights and masters when the user was given the masters, see
-            `Versions.given`. None of a pair that was loaded since, of which the weight was written
-            to without a loss; pairs that are new since have none.
+        before: those of the weights when the user was given the masters. None of a pair that was
+            loaded since, of which the weight was written to without a loss; pairs that are new
+            since have none.
     """
     for (weight, master), master_wins, now, then in zip(
         pairs, wins, versions, before, strict=False
     ):
-        is_written = master_wins and then is not None and now != then[0]
+        is_written = master_wins and then is not None and now != then
         if is_written and not same_numbers(master.detach().to(weight.dtype), weight):
             warn_once(
                 "between two forward passes either a weight or its fp32 master is to be written "

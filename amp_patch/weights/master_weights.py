@@ -83,7 +83,6 @@ class MasterWeights:
         self._params: list[Tensor] = []
         self._masters: list[Tensor] = []
         self._versions = Versions()
-        self._exposed: list[int] | None = None
         self._ties = Ties()
         self._is_due = False
         self._unseen = UnseenWrites(values.sums)
@@ -123,8 +122,12 @@ class MasterWeights:
         return zip(self._params, self._masters, strict=True)
 
     def weight_versions(self) -> list[int]:
-        """Return the versions of the half parameters, which tell of writes to them."""
-        return self._half_versions(self._params)
+        """Return what `FP32Values.version_of` does of each half parameter."""
+        versions, writes = self._versions_of(self._params), self._values.writes
+        if not writes:  # else of a few, in all steps to come
+            return versions
+        rows = zip(self._params, versions, strict=True)
+        return [now + writes.get(id(one), 0) for one, now in rows]
 
     def follow(self, were_written: bool) -> None:
         """Others had the masters in hand: they may hold their numbers elsewhere now.
@@ -207,15 +210,14 @@ class MasterWeights:
                 master.requires_grad_(param.requires_grad)
 
     def _note_exposed(self) -> None:
-        self._exposed = self.weight_versions()
-        self._versions.give(self._exposed, self._versions_of(self._masters))
+        self._versions.give(self.weight_versions(), self._versions_of(self._masters))
 
     def show_writes(self) -> None:
         """A forward reads the parameters next: what the user wrote to the masters goes there.
 
         What another thread's step has written does not: its step publishes it.
         """
-        if self._exposed is not None or self._is_written() or self._unseen.is_looking:
+        if self._versions.given or self._is_written() or self._unseen.is_looking:
             self._unless_in_a_step(self._show_writes)
 
     def note_writes(self) -> None:
@@ -223,7 +225,7 @@ class MasterWeights:
 
         A graph may hold half weights of now: the forward alone shows masters in them.
         """
-        if self._exposed is not None or self._unseen.is_looking or self._was_set:
+        if self._versions.given or self._unseen.is_looking or self._was_set:
             self._unless_in_a_step(self._note_writes)
 
     def note_data_read(self, stepped: Tensor) -> None:
@@ -231,7 +233,7 @@ class MasterWeights:
 
         What it writes to masters that were handed out is found without.
         """
-        if id(stepped) not in self._params_by_master or self._exposed is not None:
+        if id(stepped) not in self._params_by_master or self._versions.given:
             return
         if not self._unseen.is_looking:
             self._unless_in_a_step(lambda: self._unseen.look_now(self._local(self._masters)))
@@ -253,7 +255,7 @@ class MasterWeights:
 
     def _show_writes(self) -> None:
         self._show_unseen()
-        if self._exposed is not None or self._is_written():  # still
+        if self._versions.given or self._is_written():  # still
             self._show_written()
 
     def _note_writes(self) -> None:
@@ -261,7 +263,7 @@ class MasterWeights:
         self._masters_that_win(self._versions_of(self._masters))
 
     def _show_unseen(self) -> None:
-        if self._exposed is None:  # else a write through .data may be to a half weight, as well
+        if not self._versions.given:  # else a write through .data may be to a half weight, as well
             self._unseen.show(self._masters, self._local(self._masters))
 
     def _show_written(self) -> None:
@@ -273,9 +275,9 @@ class MasterWeights:
 
     def _written_alike(self) -> list[int]:
         """Return the rows of half parameters that were written to what their masters are."""
-        if self._exposed is None:
+        if not self._versions.given:
             return []
-        versions = enumerate(zip(self.weight_versions(), self._exposed, strict=False))
+        versions = enumerate(zip(self.weight_versions(), self._versions.given, strict=False))
         return [row for row, (now, then) in versions if now != then and self._agree(row)]
 
     def _show_masters(self, rows: Sequence[int]) -> None:
@@ -294,15 +296,12 @@ class MasterWeights:
         if len(rows) < len(self._masters):
             comparison = kernels.Comparison(self._local(masters), self._local(params))
         comparison.reconcile(lambda: [True] * len(rows))
-        now = self._versions_of(masters)
-        for row, version in zip(rows, now, strict=True):
-            self._versions.equal[row] = version
+        now = self._versions_of(self._masters)
+        for row in rows:
+            self._versions.equal[row] = now[row]
         self._unseen.note(self._local(masters))
-        if self._exposed is not None:
-            halves = self._half_versions(params)
-            for row, version in zip(rows, halves, strict=True):
-                self._exposed[row] = version
-            self._versions.give_again(rows, halves, now)
+        if self._versions.given:
+            self._versions.give_again(rows, self.weight_versions(), now)
 
     def _is_written(self) -> bool:
         if self._versions_of(self._masters) != self._versions.equal:
@@ -329,14 +328,10 @@ class MasterWeights:
 
     def end_exposure(self) -> None:
         """No step follows: what the user wrote to the masters goes to the parameters now."""
-        if self._exposed is not None:
+        if self._versions.given:
             self._compare().forget()  # a write by .data left no trace
             self.reconcile()
-            self._end_exposure()
-
-    def _end_exposure(self) -> None:
-        self._versions.end_giving()
-        self._exposed = None
+            self._versions.end_giving()
 
     @without_default_device
     def reconcile(self) -> None:
@@ -344,7 +339,7 @@ class MasterWeights:
         self.agreements += 1
         self._is_due = False
         comparison = self._compare()
-        if self._exposed is not None and self._exposed != self.weight_versions():
+        if self._versions.given and self._versions.given != self.weight_versions():
             # Parameters were written to, and perhaps masters as well. The comparison passes by
             # pairs that it knows: one that was set to 0 and back has the same numbers again.
             comparison.forget()
@@ -413,16 +408,16 @@ class MasterWeights:
         if self._unseen.is_looking:
             self._show_unseen()
             versions[:] = self._versions_of(self._masters)
-        if versions == self._versions.equal and self._exposed is None:
+        if versions == self._versions.equal and not self._versions.given:
             return [False] * len(versions)
-        if self._exposed is not None and self._versions.all_win(self.weight_versions()):
+        if self._versions.given and self._versions.all_win(self.weight_versions()):
             wins = [True] * len(versions)
         else:
             wins = list(map(self._values.wins, self._params))
-        if self._exposed is not None and self._unseen.is_looking:
+        if self._versions.given and self._unseen.is_looking:
             self._give_in(wins)
-        if self._exposed is not None and self._exposed != (now := self.weight_versions()):
-            tell_of_lost_writes(self.pairs(), wins, now, self._versions.given)
+        if self._versions.given and self._versions.given != (now := self.weight_versions()):
+            tell_of_lost_writes(self.pairs(), wins, now, self._versions.given_yet())
         return wins
 
     def _give_in(self, wins: list[bool]) -> None:
@@ -464,8 +459,8 @@ class MasterWeights:
         if self._unseen.is_looking:
             self._unseen.count_step()
             self._unseen.note(self._local(self._masters))
-        if self._exposed is not None:
-            self._end_exposure()
+        if self._versions.given:
+            self._versions.end_giving()
 
     def _write_halves(self) -> None:
         # Masters whose gradients never wait are of torch's own class, at which it asks nothing.
@@ -596,13 +591,6 @@ class MasterWeights:
         if self._places() != before:
             self._forget_places()
             self._compare()
-
-    def _half_versions(self, params: list[Tensor]) -> list[int]:
-        """Return what `FP32Values.version_of` does of half parameters."""
-        versions, writes = self._versions_of(params), self._values.writes
-        if not writes:  # else of a few, in all steps to come
-            return versions
-        return [now + writes.get(id(one), 0) for one, now in zip(params, versions, strict=True)]
 
     def _follow_devices(self) -> None:
         """``model.to(device)`` after initialize moves the parameters: masters and state follow."""

@@ -33,30 +33,37 @@ class Versions:
 
     Attributes:
         equal: of each value, when it and its parameter were equal.
-        given: of each parameter and its value, when the user was given the values, and may have
-            written to them by ``.data``, which moves no version. None of a pair that was equal
-            since; empty where the user was given none.
+        given: of each parameter, when the user was given the values, and may have written to them
+            by ``.data``, which moves no version. Empty where the user was given none.
+        given_values: of each value then; None of a pair that was equal since.
     """
 
     def __init__(self, equal: list[int] | None = None) -> None:
         self.equal = equal or []
-        self.given: list[tuple[int, int] | None] = []
+        self.given: list[int] = []
+        self.given_values: list[int | None] = []
         self.given_at = 0
 
-    def give(self, params: Sequence[int], values: Sequence[int]) -> None:
+    def give(self, params: list[int], values: Sequence[int]) -> None:
         """The user is given all values."""
-        self.given = list(zip(params, values, strict=True))
+        self.given, self.given_values = params, list(values)
         self._note_when()
 
     def give_again(self, rows: Sequence[int], params: Sequence[int], values: Sequence[int]) -> None:
-        """Parameters equal now what the user was given of them."""
-        for row, *versions in zip(rows, params, values, strict=True):
-            self.given[row] = (versions[0], versions[1])
+        """Parameters equal now what the user was given of them.
+
+        Args:
+            rows: of these.
+            params: the versions of all parameters.
+            values: those of all values.
+        """
+        for row in rows:
+            self.given[row], self.given_values[row] = params[row], values[row]
         self._note_when()
 
     def end_giving(self) -> None:
         """The user writes to none of them any more, and parameters equal them."""
-        self.given = []
+        self.given, self.given_values = [], []
         self._note_when()
 
     def _note_when(self) -> None:
@@ -68,10 +75,12 @@ class Versions:
         The user was given all, and wrote to no parameter since, and nothing was given or ended by
         another optimizer, which may step some of them as well.
         """
-        if self.given_at != _clock.time or len(self.given) != len(params):
-            return False
-        then = [given and given[0] for given in self.given]
-        return then == params
+        return self.given_at == _clock.time and self.given_yet() == params
+
+    def given_yet(self) -> list[int | None]:
+        """Return `given`, with None for each pair that was equal since."""
+        rows = zip(self.given, self.given_values, strict=True)
+        return [param if value is not None else None for param, value in rows]
 
 
 class NotedValue:
@@ -94,7 +103,7 @@ class NotedValue:
         for versions, index in self.noted:
             versions.equal[index] = version_of(self.value)
             if index < len(versions.given):
-                versions.given[index] = None
+                versions.given_values[index] = None
 
     def wins(self, param_now: int) -> bool:
         """Return whether the parameter has to follow the value, see `FP32Values`.
@@ -104,8 +113,8 @@ class NotedValue:
         """
         version = version_of(self.value)
         last, index = max(self.noted, key=lambda noted: noted[0].given_at)
-        given = last.given[index] if index < len(last.given) else None  # one may have come since
-        if given is not None:
-            param_then, value_then = given
-            return param_now == param_then or version != value_then
+        if index < len(last.given):  # else it has come since
+            value_then = last.given_values[index]
+            if value_then is not None:
+                return param_now == last.given[index] or version != value_then
         return all(versions.equal[index] != version for versions, index in self.noted)

@@ -134,7 +134,7 @@ def test_where_all_win_at_once_each_does(actions: list[int]) -> None:
     one, its_value = params[1:2], held[1:2]
     acts: list[Callable[[], object]] = [
         lambda: own.give(now(params), now(held)),
-        lambda: own.given and own.give_again([1], now(one), now(its_value)),
+        lambda: own.given and own.give_again([1], now(params), now(held)),
         own.end_giving,
         lambda: other.give(now(one), now(its_value)),
         other.end_giving,

@@ -63,7 +63,7 @@ def test_all_win_where_no_parameter_was_written_to_since_all_were_given() -> Non
     assert versions.all_win([3, 4])
     assert not versions.all_win([3, 5])
     assert not versions.all_win([3])
-    versions.give_again([1], [5], [0])
+    versions.give_again([1], [3, 5], [0, 0])
     assert versions.all_win([3, 5])
 
 
