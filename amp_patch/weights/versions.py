@@ -66,6 +66,10 @@ class Versions:
         self.given, self.given_values = [], []
         self._note_when()
 
+    def clear(self) -> None:
+        """Forget all rows."""
+        self.equal, self.given, self.given_values = [], [], []
+
     def _note_when(self) -> None:
         self.given_at = _clock.tick()
 

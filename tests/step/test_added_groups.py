@@ -10,7 +10,7 @@ from fine_linear import assert_same, copies, fine_linear, train_step
 from torch import nn
 from torch.optim import SGD
 
-from amp_patch.weights import master_weights
+from amp_patch.weights import master_pairs
 from amp_patch.weights.fp32_values import FP32Values
 
 F32 = torch.float32
@@ -131,7 +131,7 @@ def test_a_group_that_torch_refuses_changes_nothing(amp: ModuleType, case: str) 
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("where", [(FP32Values, "take"), (master_weights, "is_spread")])
+@pytest.mark.parametrize("where", [(FP32Values, "take"), (master_pairs, "is_spread")])
 def test_a_group_for_which_memory_runs_out_changes_nothing(
     amp: ModuleType, monkeypatch: pytest.MonkeyPatch, level: str, where: tuple[Any, str]
 ) -> None:

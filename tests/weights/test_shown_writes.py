@@ -353,25 +353,6 @@ def test_another_model_reads_what_was_written_to_it(amp: ModuleType) -> None:
         training.assert_forward_reads(training.state())
 
 
-@LEVELS
-def test_masters_that_an_optimizer_of_another_class_gives_other_memory_are_read(
-    amp: ModuleType, level: str
-) -> None:
-    model = model_of()
-    model, optimizer = amp.initialize(
-        model, Adagrad(model.parameters()), opt_level=level, verbosity=0
-    )
-    inputs = torch.randn(4, 8)
-    for value in (1.0, 2.0):
-        for master in optimizer.param_groups[0]["params"]:
-            master.data = torch.full_like(master, value)
-        model(inputs)
-        assert all((half == value).all() for half in model.parameters())
-        optimizer.zero_grad()
-        scaled_backward(amp, model(inputs).sum(), optimizer)
-        optimizer.step()
-
-
 # --- any program ---
 
 

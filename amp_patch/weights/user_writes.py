@@ -1,0 +1,140 @@
+"""What users write to masters and to half parameters, and which of a pair follows the other.
+
+By versions, and what no version tells of by addresses and bits. The rule is that of `FP32Values`.
+Writes to no parameter and no master.
+"""
+
+from __future__ import annotations
+
+from .fp32_values import FP32Values
+from .lost_writes import tell_of_lost_writes
+from .master_pairs import MasterPairs
+from .moved_masters import MovedMasters
+from .unseen_writes import UnseenWrites
+
+
+class UserWrites:
+    """Writes to the pairs of one optimizer since these were equal.
+
+    Args:
+        pairs: of the optimizer.
+        values: of the half parameters.
+        may_move: see `MovedMasters`.
+
+    Attributes:
+        unseen: finds writes by ``master.data.copy_(t)``.
+        moved: finds writes by ``master.data = t``.
+    """
+
+    def __init__(self, pairs: MasterPairs, values: FP32Values, may_move: bool) -> None:
+        self._pairs, self._values, self._versions = pairs, values, pairs.versions
+        self.unseen = UnseenWrites(values.sums)
+        self.moved = MovedMasters(pairs, self.unseen, may_move)
+
+    def give(self) -> None:
+        """The user is given all masters, to write to until a step has been made, or skipped."""
+        self._versions.give(self._pairs.half_versions(), self._pairs.master_versions())
+
+    def are_any(self) -> bool:
+        """Return whether masters were written to, or given to the user, who may have done it."""
+        versions = self._versions
+        if versions.given or self._pairs.master_versions() != versions.equal:
+            return True
+        moved = self.moved
+        return (moved.was_set or moved.may_move) and moved.are_any()
+
+    def are_to_halves(self) -> bool:
+        """Return whether half parameters were written to since the user was given the masters."""
+        given = self._versions.given
+        return bool(given) and given != self._pairs.half_versions()
+
+    def look_now(self) -> None:
+        """A script has read a master's ``.data``, see `UnseenWrites.look_now`."""
+        self.unseen.look_now(self._pairs.local_masters())
+
+    def find_unseen(self) -> None:
+        """Move the versions of masters that were written to by their ``.data``."""
+        if not self._versions.given:  # else such a write may be to a half weight, as well
+            self.unseen.show(self._pairs.masters, self._pairs.local_masters())
+
+    def masters_that_win(self, versions: list[int]) -> list[bool]:
+        """Return which parameters have to follow their masters; the others are followed.
+
+        Args:
+            versions: of the masters, as they are; brought up to date.
+        """
+        pairs, known = self._pairs, self._versions
+        if self.unseen.is_looking:
+            self.find_unseen()
+            versions[:] = pairs.master_versions()
+        if not known.given:
+            if versions == known.equal:
+                return [False] * len(versions)
+            return list(map(self._values.wins, pairs.params))
+        if known.all_win(pairs.half_versions()):
+            wins = [True] * len(versions)
+        else:
+            wins = list(map(self._values.wins, pairs.params))
+        if self.unseen.is_looking:
+            self._give_in(wins)
+        if known.given != (now := pairs.half_versions()):
+            tell_of_lost_writes(pairs, wins, now, known.given_yet())
+        return wins
+
+    def _give_in(self, wins: list[bool]) -> None:
+        """Let half weights win over masters that the user was given, and has only read.
+
+        Args:
+            wins: whether each parameter is to follow its master; brought up to date.
+        """
+        unwritten = self.unseen.unwritten(self._pairs.local_masters())
+        for row in [row for row, is_read in enumerate(unwritten) if is_read and wins[row]]:
+            wins[row] = False
+            if not self._pairs.agree(row):
+                self._values.note_write(self._pairs.params[row])
+                self.unseen.keep_looking()
+
+    def to_show(self) -> list[int]:
+        """Return the rows of masters that a forward has to see in their half parameters.
+
+        Those that win, and those whose half parameters were written to what they are.
+        """
+        wins = self.masters_that_win(self._pairs.master_versions())
+        rows = {row for row, master_wins in enumerate(wins) if master_wins}
+        if self._versions.given:
+            versions = zip(self._pairs.half_versions(), self._versions.given, strict=False)
+            written = [row for row, (now, then) in enumerate(versions) if now != then]
+            rows.update(filter(self._pairs.agree, written))
+        return sorted(rows)
+
+    def note_shown(self, rows: list[int]) -> None:
+        """The masters of these rows were rounded into their half parameters."""
+        now = self._pairs.master_versions()
+        for row in rows:
+            self._versions.equal[row] = now[row]
+        masters = self._pairs.local_masters()
+        self.unseen.note([masters[row] for row in rows])
+        if self._versions.given:
+            self._versions.give_again(rows, self._pairs.half_versions(), now)
+
+    def note_equal(self, versions: list[int]) -> None:
+        """All pairs are equal.
+
+        Args:
+            versions: those that the masters had then.
+        """
+        self._versions.equal[:] = versions
+        self.unseen.note(self._pairs.local_masters())
+
+    def note_step(self, versions: list[int]) -> None:
+        """A step was made, and its masters were rounded; the user's writes end.
+
+        Args:
+            versions: see `note_equal`.
+        """
+        self._versions.equal[:] = versions
+        if self.unseen.is_looking:
+            self.unseen.count_step()
+            self.unseen.note(self._pairs.local_masters())
+        if self._versions.given:
+            self._versions.end_giving()
