@@ -236,9 +236,10 @@ class MasterWeights:
         self.agreements += 1
         self._is_due = False
         comparison = self._rounding.renew()
-        if self._versions.given and self._writes.are_to_halves():
-            # And perhaps to masters as well. The comparison passes by pairs that it knows: one that
-            # was set to 0 and back has the same numbers again.
+        given = self._versions.given
+        if given and given != self._pairs.half_versions():
+            # Parameters were written to, and perhaps masters as well. The comparison passes by
+            # pairs that it knows: one that was set to 0 and back has the same numbers again.
             comparison.forget()
         judged: list[int] = []
 

@@ -1,7 +1,7 @@
 """What users write to masters and to half parameters, and which of a pair follows the other.
 
 By versions, and what no version tells of by addresses and bits. The rule is that of `FP32Values`.
-Writes to no parameter and no master.
+Changes no numbers.
 """
 
 from __future__ import annotations
@@ -42,11 +42,6 @@ class UserWrites:
             return True
         moved = self.moved
         return (moved.was_set or moved.may_move) and moved.are_any()
-
-    def are_to_halves(self) -> bool:
-        """Return whether half parameters were written to since the user was given the masters."""
-        given = self._versions.given
-        return bool(given) and given != self._pairs.half_versions()
 
     def look_now(self) -> None:
         """A script has read a master's ``.data``, see `UnseenWrites.look_now`."""
