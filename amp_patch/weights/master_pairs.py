@@ -114,7 +114,7 @@ class MasterPairs:
             self._values.forget_versions(param, self.versions)
             self.param_by_id.pop(id(master), None)
             self._state.move(master, param)
-        del self.versions.equal[count:]
+        self.versions.drop_after(count)
         self.params, self.masters = listed(self.params[:count]), listed(self.masters[:count])
 
     def _make(self, param: Tensor) -> Tensor:

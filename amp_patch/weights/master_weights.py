@@ -92,7 +92,7 @@ class MasterWeights:
         """Return ``params`` with a master for each half one, see `MasterPairs.replace`."""
         count = len(self._pairs)
         replaced = self._pairs.replace(params)
-        self._writes.unseen.note(self._pairs.local_masters()[count:])
+        self._writes.note_new(count)
         return replaced
 
     def drop_after(self, count: int) -> None:

@@ -35,6 +35,12 @@ class UserWrites:
         """The user is given all masters, to write to until a step has been made, or skipped."""
         self._versions.give(self._pairs.half_versions(), self._pairs.master_versions())
 
+    def note_new(self, count: int) -> None:
+        """Pairs have come behind the first ``count``; the user has them with the others."""
+        self.unseen.note(self._pairs.local_masters()[count:])
+        if self._versions.given:
+            self._versions.give_new(self._pairs.half_versions(), self._pairs.master_versions())
+
     def are_any(self) -> bool:
         """Return whether masters were written to, or given to the user, who may have done it."""
         versions = self._versions

@@ -61,6 +61,22 @@ class Versions:
             self.given[row], self.given_values[row] = params[row], values[row]
         self._note_when()
 
+    def give_new(self, params: Sequence[int], values: Sequence[int]) -> None:
+        """Pairs have come behind those of which the user was given the values: these as well.
+
+        Args:
+            params, values: see `give_again`.
+        """
+        count = len(self.given)
+        self.given += params[count:]
+        self.given_values += values[count:]
+        self._note_when()
+
+    def drop_after(self, count: int) -> None:
+        """Forget all rows but the first ``count``."""
+        for column in (self.equal, self.given, self.given_values):
+            del column[count:]
+
     def end_giving(self) -> None:
         """The user writes to none of them any more, and parameters equal them."""
         self.given, self.given_values = [], []

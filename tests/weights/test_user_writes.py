@@ -267,3 +267,28 @@ def test_any_sequence_of_writes_steps_and_loads_follows_the_rule(
         )
 
     run()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("written", ["master", "master.data", "half weight"])
+def test_a_group_that_comes_when_the_user_has_the_masters_may_be_written_to(
+    amp: ModuleType, level: str, written: str
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    optimizer = SGD(model[0].parameters(), lr=0.125)
+    model[1].requires_grad_(False)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=64.0, verbosity=0)
+    list(amp.master_params(optimizer))
+    model[1].requires_grad_(True)
+    optimizer.add_param_group({"params": list(model[1].parameters())})
+    master = optimizer.param_groups[1]["params"][0]
+    with torch.no_grad():
+        if written == "half weight":
+            model[1].weight.fill_(2.0)
+        else:
+            (master.data if written == "master.data" else master).fill_(2.0)
+    model(torch.ones(2, 4))
+    assert model[1].weight.eq(2.0).all()
+    optimizer.step()
+    assert model[1].weight.eq(2.0).all()
+    assert model.state_dict()["1.weight"].eq(2.0).all()
