@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from amp_patch.distributed.shards import is_spread
+from amp_patch.distributed.shards import is_spread, local
 from amp_patch.kernels import small_tensors
 from amp_patch.kernels.default_device import without_default_device
 
@@ -171,7 +171,9 @@ class MasterWeights:
         """
         if id(stepped) not in self._pairs.param_by_id or self._versions.given:
             return
-        if not self._writes.unseen.is_looking:
+        if self._writes.unseen.is_looking:
+            self._unless_in_a_step(lambda: self._writes.unseen.note_again(local(stepped)))
+        else:
             self._unless_in_a_step(self._writes.look_now)
 
     def note_data_set(self, stepped: Tensor) -> None:

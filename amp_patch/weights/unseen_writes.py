@@ -50,6 +50,16 @@ class UnseenWrites:
         """Note what this rank holds of the masters: all that was written to them is known."""
         self._sums.update(self._sums_of(local))
 
+    def note_again(self, held: Tensor) -> None:
+        """A script may write to a master next, of which versions tell what came before, as a load.
+
+        Args:
+            held: what this rank holds of it.
+        """
+        _, version = self._sums.get(held.data_ptr(), (0, -1))
+        if version != held._version:
+            self.note([held])
+
     def forget(self, place: int) -> None:
         """A master has come to an address, at which another may have been before."""
         self._sums.pop(place, None)

@@ -222,6 +222,43 @@ def test_a_read_of_a_masters_data_has_it_looked_at_until_the_next_step() -> None
         assert not writes.is_looking
 
 
+#: What moves the versions of masters: a load, a write in place.
+MOVES: dict[str, Callable[[nn.Module, list[Tensor]], object]] = {
+    "load": lambda model, masters: model.load_state_dict(copy.deepcopy(model.state_dict())),
+    "in place": lambda model, masters: [one.detach().add_(0.5) for one in masters],
+    "half in place": lambda model, masters: [one.detach().add_(0.5) for one in model.parameters()],
+}
+
+
+@pytest.mark.parametrize("width", [16, 3000])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("sees", ["forward", "step"])
+@pytest.mark.parametrize("steps", [0, 3, 20])
+def test_a_write_through_data_counts_behind_one_that_moved_versions(
+    amp: ModuleType, level: str, width: int, move: str, sees: str, steps: int
+) -> None:
+    """As of schedule-free optimizers, whose ``train()`` writes so behind a load."""
+    model = nn.Linear(3, width)
+    optimizer = Adam(model.parameters(), lr=0.0)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=64.0, verbosity=0)
+    x = torch.ones(1, 3)
+    for _ in range(steps):
+        scaled_backward(amp, model(x).float().sum(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    if sees == "step":
+        scaled_backward(amp, model(x).float().sum(), optimizer)
+    masters = optimizer.param_groups[0]["params"]
+    MOVES[move](model, masters)
+    for master in masters:
+        master.data.copy_(torch.full_like(master, 0.25))
+    if sees == "step":
+        optimizer.step()
+    assert torch.equal(model(x).float(), torch.ones(1, width))
+    assert all((value == 0.25).all() for value in model.state_dict().values())
+
+
 @pytest.mark.parametrize("width", [16, 3000])
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_a_write_to_a_half_weight_through_its_data_still_counts(
