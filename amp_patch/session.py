@@ -186,6 +186,8 @@ class Session:
         if level.stores_half:
             arguments.refuse_unstorable(models)
             refuse_bucket_views(optimizers)
+        if level.master_weights:
+            self.optimizers.refuse_stored(models, level)
         self.models.refuse_sharded(models, level)
         self.guard.look_at(models, optimizers, level)
         rules_of_modules.leave_all()
@@ -214,6 +216,8 @@ class Session:
                 warn_of_eps(optimizer)
             self.guard.follow(models, self._torch_patches)  # may warn, which may be an error
             on_error.pop_all()
+        if level.stores_half:
+            self.optimizers.look_again()
         self.disabled = False
         self.history.add(level.name, [self._prepared(one, level) for one in stepping])
         if self.observers:
@@ -300,7 +304,8 @@ class Session:
         self.observers.leaving()
         self.models.reshard()
         self.optimizers.release()
-        self.models.release()
+        with self.guard.unprepared.unscaling():
+            self.models.release()
         self.optimizers.match_state()
         self.functions.undo()
         self.libraries.undo()

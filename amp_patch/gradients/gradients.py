@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from amp_patch import kernels
@@ -27,6 +28,7 @@ from amp_patch.weights.parameter_lists import (
     clear_grads,
     have_none,
     look_up,
+    store_grad,
     stored_grad,
 )
 
@@ -37,7 +39,7 @@ from .outside_passes import OutsidePasses
 from .param_pairs import ParamPairs
 from .received_gradients import ReceivedGradients
 from .rounded_gradients import round_into_halves
-from .scaled_gradients import ScaledGradients
+from .scaled_gradients import ScaledGradients, bring_to
 from .stepped_gradients import SteppedGradients
 from .unused_writes import UnusedWrites
 from .used_gradients import UsedGradients
@@ -102,6 +104,28 @@ class Gradients:
     def _are_waiting(self) -> bool:
         """True while the masters' gradients wait until somebody reads them."""
         return self._lazy is not None and self._lazy.are_waiting
+
+    @torch.no_grad()
+    def adopt(self, param: Tensor, master: Tensor, scale: float | Tensor) -> None:
+        """Take over a gradient that a parameter had when it came to the optimizer.
+
+        It is multiplied by ``scale``, of a block of other optimizers. One that overflowed is gone,
+        as it would be behind a skipped step.
+        """
+        grad = stored_grad(param)
+        if grad is None:
+            return
+        if param is not master:
+            if self._lazy is not None:
+                self._lazy.materialize()
+            store_grad(master, None)  # a new one has a copy
+        if self.scaled.scale is not None:  # the next block unscales it with the others
+            bring_to(self.scaled.scale, scale, [grad])
+            return
+        unscaled = grad.to(master.dtype) / scale
+        store_grad(param, None)
+        if kernels.values(local(unscaled)).isfinite().all():
+            store_grad(master, unscaled)
 
     def are_delayed(self, pairs: ParamPairs) -> bool:
         """True while gradients are still multiplied by a loss scale."""

@@ -50,14 +50,8 @@ class ScaledGradients:
     @torch.no_grad()
     def bring_to(self, scale: float | Tensor, params: Sequence[Tensor]) -> None:
         """Multiply them so that a backward of a loss times ``scale`` may add to them."""
-        old = self.scale
-        if old is not None and not _are_equal(scale, old):
-            grads = [kernels.values(local(p.grad)) for p in params if p.grad is not None]
-            factor = scale / old
-            if isinstance(factor, Tensor):
-                kernels.multiply(grads, factor)
-            elif grads:
-                torch._foreach_mul_(grads, factor)
+        if self.scale is not None:
+            bring_to(scale, self.scale, [p.grad for p in params if p.grad is not None])
             self.scale = scale
         self._before = [
             (param, param.grad, 0 if param.grad is None else param.grad._version)
@@ -117,6 +111,18 @@ class _Waiting(NamedTuple):
             self.stepped.grad = self.unscaled
         elif not was_forgotten:
             self.param.grad = self.scaled
+
+
+@torch.no_grad()
+def bring_to(scale: float | Tensor, old: float | Tensor, grads: Sequence[Tensor]) -> None:
+    """Multiply gradients that have a scale so that they have another one, in place."""
+    if _are_equal(scale, old):
+        return
+    factor, numbers = scale / old, [kernels.values(local(grad)) for grad in grads]
+    if isinstance(factor, Tensor):
+        kernels.multiply(numbers, factor)
+    elif numbers:
+        torch._foreach_mul_(numbers, factor)
 
 
 def _are_equal(scale: float | Tensor, other: float | Tensor) -> bool:

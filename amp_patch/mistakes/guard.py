@@ -192,6 +192,8 @@ class Guard:
         self.plain_averages.follow(models)
         hooks.tell_of_earlier(models if self._optimizers.scalers.scale_losses else ())
         self.unprepared.find(list(self._models.levels), self._optimizers)
+        for step in self._optimizers.steps.values():
+            step.backward.follow_strays(self.unprepared)
         halves = [model for model in models if self._models.levels[model].stores_half]
         for model in halves:
             level, kept = self._models.levels[model], self._models.kept_inputs(model)

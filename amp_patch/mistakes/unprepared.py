@@ -6,9 +6,10 @@ nothing of how gradients are unscaled.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from torch.utils.weak import TensorWeakRef
 
 from amp_patch.casting.mode import HALVES
 from amp_patch.gradients.foreign_gradients import Watch
+from amp_patch.gradients.scaled_gradients import bring_to
 from amp_patch.kernels import values
 from amp_patch.optimizers.groups import params_of
 from amp_patch.step.optimizer_backward import OptimizerBackward
@@ -38,11 +40,16 @@ _LOSSES = 4
 
 
 class _Scaled(NamedTuple):
-    """A parameter with its scaled gradient, and what tells whether that is as it was."""
+    """A parameter with its scaled gradient, and what tells whether that is as it was.
+
+    Attributes:
+        scale: what the gradient is multiplied by.
+    """
 
     param: TensorWeakRef
     grad: TensorWeakRef
     version: int
+    scale: float | Tensor
 
     def left(self) -> Tensor | None:
         """Return the gradient if the parameter has it, and the script has not written to it.
@@ -131,25 +138,54 @@ class UnpreparedParams:
         self._params += _Watched.here(new)
         self._reached.append(Watch.of(new, self._plain_backwards()))
 
-    def watch_foreign(self, is_scaled: bool) -> Watch:
-        """See `OptimizerBackward.watch_foreign`."""
-        if not is_scaled:
+    def watch_foreign(self, scale: float | Tensor | None) -> Watch:
+        """See `OptimizerBackward.watch_foreign`; it may add to what earlier ones wrote."""
+        if scale is None:
             return Watch.of([])
-        self._scaled = {
-            key: one
-            for key, one in self._scaled.items()
-            if (grad := one.left()) is not None and values(grad).any()
-        }
+        left = [(key, one, one.left()) for key, one in self._scaled.items()]
+        self._scaled = {}
+        for key, one, grad in left:
+            if grad is not None and values(grad).any():
+                bring_to(scale, one.scale, [grad])
+                self._scaled[key] = one._replace(version=grad._version, scale=_copied(scale))
         self._forget_dead()
         return Watch.of(self._alive(threading.get_ident()), self._plain_backwards())
 
-    def note_foreign(self, watch: Watch, optimizers: Sequence[OptimizerBackward]) -> None:
+    def note_foreign(
+        self, watch: Watch, optimizers: Sequence[OptimizerBackward], scale: float | Tensor
+    ) -> None:
         """See `OptimizerBackward.note_foreign`."""
         reached, self._reached = self._reached, []
         for one in (watch, *reached):
             # else another thread trains its own model, or the block does
             if one.params and one.counted == self._plain_backwards():
-                self._note(one)
+                self._note(one.written(), optimizers, scale)
+
+    def follow(
+        self, before: Sequence[Tensor], now: Sequence[Tensor]
+    ) -> list[tuple[Tensor, float | Tensor]]:
+        """See `Strays.follow`: an optimizer takes over what blocks have written to its new ones."""
+        gone, new = _not_in(now, before), _not_in(before, now)
+        self._params += _Watched.here(param for param in gone if param.requires_grad)
+        ids = set(map(id, new))
+        self._params = [one for one in self._params if id(one.param()) not in ids]
+        known = [(param, self._scaled.pop(id(param), None)) for param in new]
+        return [
+            (param, one.scale) for param, one in known if one is not None and one.left() is not None
+        ]
+
+    @contextlib.contextmanager
+    def unscaling(self) -> Iterator[None]:
+        """Unscale all that is left behind the block, of whose gradients nobody knows then.
+
+        In the block half parameters become float32 ones.
+        """
+        left = [(one.param(), one.scale) for one in self._scaled.values() if one.left() is not None]
+        yield
+        self._scaled.clear()
+        for param, scale in left:
+            if param is not None and (grad := stored_grad(param)) is not None:
+                bring_to(1.0, scale, [grad])
 
     def _forget_dead(self) -> None:
         self._params = [one for one in self._params if one.param() is not None]
@@ -159,10 +195,17 @@ class UnpreparedParams:
         found = [one for one in self._params if thread is None or one.thread in (None, thread)]
         return [param for one in found if (param := one.param()) is not None]
 
-    def _note(self, watch: Watch) -> None:
-        for param, grad in watch.written():
-            found = TensorWeakRef(param), TensorWeakRef(grad)
-            self._scaled[id(param)] = _Scaled(*found, grad._version)
+    def _note(
+        self,
+        written: Sequence[tuple[Tensor, Tensor]],
+        optimizers: Sequence[OptimizerBackward],
+        scale: float | Tensor,
+    ) -> None:
+        stepped = {id(param) for one in optimizers for param in one.params()} if written else ()
+        for param, grad in written:
+            if id(param) not in stepped:
+                found = TensorWeakRef(param), TensorWeakRef(grad)
+                self._scaled[id(param)] = _Scaled(*found, grad._version, _copied(scale))
 
     def forget(self, params: Iterable[Tensor]) -> None:
         """The gradients of these parameters were unscaled in place."""
@@ -264,6 +307,17 @@ class UnpreparedParams:
             new = [param for param in new if id(param) in own]
         self._params += _Watched.here(new)
         return sum(stored_grad(param) is not None for param in new if id(param) in own)
+
+
+def _not_in(some: Iterable[Tensor], params: Iterable[Tensor]) -> list[Tensor]:
+    """Return those of ``params`` that are not among some others."""
+    ids = set(map(id, some))
+    return [param for param in params if id(param) not in ids]
+
+
+def _copied(scale: float | Tensor) -> float | Tensor:
+    """Return a scale that stays as it is: a device's is moved in place."""
+    return scale.clone() if isinstance(scale, Tensor) else scale
 
 
 def _refusal(optimizer: Optimizer, count: int) -> str:

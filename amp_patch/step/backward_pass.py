@@ -36,11 +36,13 @@ from .watched_backward import (
 class Other(Protocol):
     """What a backward is not for, but may write gradients to."""
 
-    def watch_foreign(self, is_scaled: bool) -> Watch:
+    def watch_foreign(self, scale: float | Tensor | None) -> Watch:
         """Call before the backward; see `OptimizerBackward.watch_foreign`."""
 
-    def note_foreign(self, watch: Watch, optimizers: Sequence[OptimizerBackward]) -> None:
-        """Call after it, which was for these optimizers."""
+    def note_foreign(
+        self, watch: Watch, optimizers: Sequence[OptimizerBackward], scale: float | Tensor
+    ) -> None:
+        """Call after it, which was for these optimizers, of a loss multiplied by ``scale``."""
 
 
 #: See `BackwardPass`.
@@ -152,7 +154,8 @@ class BackwardPass:
         self._cache.begin_backward()
         is_on = self._scaling.is_on
         if self._others:
-            self._watches = [other.watch_foreign(is_on) for other in self._others]
+            scale = self._scale if is_on else None
+            self._watches = [other.watch_foreign(scale) for other in self._others]
         if not is_on and all(map(_TAKES_GRADS_AS_THEY_ARE, self._optimizers)):
             return
         for one in self._optimizers:
@@ -313,7 +316,7 @@ class BackwardPass:
         if self._watches:
             watches, self._watches = self._watches, []
             for other, watch in zip(self._others, watches, strict=True):
-                other.note_foreign(watch, self._optimizers)
+                other.note_foreign(watch, self._optimizers, self._scale)
         if self._watched is not None:
             self._watched.is_over = True
         if self._close_block is not None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import operator
 import weakref
+from collections.abc import Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -16,6 +17,19 @@ from amp_patch.distributed.process_groups import StepRanks, groups_of
 from amp_patch.gradients.param_pairs import ParamPairs
 from amp_patch.weights.master_weights import MasterWeights
 from amp_patch.weights.parameter_lists import are_still, listed
+
+
+class Strays(Protocol):
+    """Gradients that blocks have written to parameters which no optimizer of theirs held."""
+
+    def follow(
+        self, before: Sequence[Tensor], now: Sequence[Tensor]
+    ) -> list[tuple[Tensor, float | Tensor]]:
+        """Note that an optimizer holds other parameters; return new ones with what scales theirs.
+
+        Args:
+            before, now: the parameters of the model that it holds.
+        """
 
 
 class HeldParams:
@@ -31,6 +45,8 @@ class HeldParams:
         masters, steps_halves: as given.
         ranks: as given, or as the parameters say. Right from a call of `pairs` on.
         firsts: of each group the first parameter that has a master. As of the last call of `pairs`.
+        joined: parameters that have come to the optimizer with a gradient that is multiplied by a
+            loss scale, and this scale; emptied by who takes these over. Likewise.
     """
 
     def __init__(
@@ -48,6 +64,14 @@ class HeldParams:
         self._frozen: list[Tensor] = []  # half ones without masters: `pairs` sees them unfrozen
         self._ranks_follow = ranks is None
         self.ranks = ranks or StepRanks()
+        self._strays: Strays | None = None
+        self.joined: list[tuple[Tensor, float | Tensor]] = []
+
+    def follow_strays(self, strays: Strays) -> None:
+        """Ask from now on for the gradients of parameters that come, and of those held now."""
+        if self._strays is None:
+            self._strays = strays
+            self.joined += strays.follow((), self.pairs().model)
 
     @property
     def are_repeated(self) -> bool:
@@ -72,23 +96,34 @@ class HeldParams:
         else:
             stepped = list(chain.from_iterable(group["params"] for group in groups))
         if not are_still(self._stepped, stepped):
-            masters = self.masters
-            if masters is not None and masters.has_master_of_any(stepped):
-                self._replace_own(groups, masters)
-                stepped = chain.from_iterable(group["params"] for group in groups)
-            stepped = listed(stepped)
-            self._stepped = stepped
-            once = {id(one): one for one in stepped}  # its gradient is to be divided once
-            if len(once) < len(stepped):
-                stepped = listed(once.values())
-            params = stepped if masters is None else listed(map(masters.param_of, stepped))
-            self._pairs = ParamPairs(params, stepped)
-            self.firsts = self._firsts(groups)
-            if masters is not None or not self.steps_halves:
-                self._frozen = [one for one in stepped if one.dtype in HALVES]
-            if self._ranks_follow:
-                self.ranks = StepRanks(groups_of(params))
+            self._look(groups, stepped)
         return self._pairs
+
+    def look_again(self) -> None:
+        """Parameters that it holds may have become half ones."""
+        self._stepped = listed(())
+        self.pairs()
+
+    def _look(self, groups: list[dict[str, Any]], stepped: Sequence[Tensor]) -> None:
+        """The optimizer holds others than those that are known."""
+        masters = self.masters
+        has_halves = any(one.dtype in HALVES for one in stepped)
+        if masters is not None and (has_halves or masters.has_others(stepped)):
+            self._replace_own(groups, masters)
+            stepped = list(chain.from_iterable(group["params"] for group in groups))
+        self._stepped = stepped = listed(stepped)
+        once = {id(one): one for one in stepped}  # its gradient is to be divided once
+        if len(once) < len(stepped):
+            stepped = listed(once.values())
+        params = stepped if masters is None else listed(map(masters.param_of, stepped))
+        before, self._pairs = self._pairs, ParamPairs(params, stepped)
+        if self._strays is not None:
+            self.joined += self._strays.follow(before.model, params)
+        self.firsts = self._firsts(groups)
+        if masters is not None or not self.steps_halves:
+            self._frozen = [one for one in stepped if one.dtype in HALVES]
+        if self._ranks_follow:
+            self.ranks = StepRanks(groups_of(params))
 
     def _firsts(self, groups: list[dict[str, Any]]) -> ParamPairs:
         param_of = {id(master): param for param, master in zip(*self._pairs, strict=True)}
@@ -102,10 +137,10 @@ class HeldParams:
         return firsts
 
     def _replace_own(self, groups: list[dict[str, Any]], masters: MasterWeights) -> None:
-        """Put masters into the groups where the script has put the model's own parameters.
+        """Put masters into the groups where half parameters or masters of other optimizers are.
 
-        It has done so in the place of masters, or beside them, where it looked for what is no
-        parameter there.
+        The script has put them there in the place of masters, or beside them, where it looked for
+        what is no parameter there; or a model of the optimizer was prepared by a call of its own.
         """
         held = set(map(id, chain.from_iterable(group["params"] for group in groups)))
         for group in groups:

@@ -30,7 +30,7 @@ from amp_patch.weights.parameter_lists import Tensors, have_none, stored_grad
 from .clipped_gradients import ClippedGradients
 from .current_pass import CurrentPass, OpenPass
 from .given_gradients import skip_nonfinite
-from .held_params import HeldParams
+from .held_params import HeldParams, Strays
 from .shown_masters import ShownMasters
 from .skip import Skip
 from .zeroing import Zeroing
@@ -148,6 +148,7 @@ class OptimizerBackward:
             is_alone: whether the backward is for this optimizer alone.
         """
         self.shown.end()
+        self._adopt()
         if self._foreign.found:
             self._foreign.add_to()
         self.zeroing.begin(self.pairs, is_alone)
@@ -157,6 +158,25 @@ class OptimizerBackward:
         self.current.open(backward_pass, pairs if is_alone else self.pairs(), scale, is_scaled)
         if self.skip.is_possible and self._are_dropped():
             self.skip.forget_cleared()  # what overflowed
+
+    def _adopt(self) -> None:
+        """Take over the gradients that parameters had when they came to the optimizer."""
+        pairs = self.pairs()  # which may have others since the last block
+        if not self._held.joined:
+            return
+        joined, self._held.joined = self._held.joined, []
+        masters = {id(param): master for param, master in zip(*pairs, strict=True)}
+        for param, scale in joined:
+            if id(param) in masters:
+                self.gradients.adopt(param, masters[id(param)], scale)
+
+    def look_again(self) -> None:
+        """See `HeldParams.look_again`."""
+        self._held.look_again()
+
+    def follow_strays(self, strays: Strays) -> None:
+        """See `HeldParams.follow_strays`."""
+        self._held.follow_strays(strays)
 
     def _are_dropped(self) -> bool:
         """Return whether the user cleared all gradients, or, behind a known overflow, zeroed them.
@@ -217,11 +237,11 @@ class OptimizerBackward:
         if self.current.is_scaled and (self.decides_alone or have_overflowed):
             skip_nonfinite(self.skip, self._held, are_shared=self.decides_alone)
 
-    def watch_foreign(self, is_scaled: bool) -> Watch:
+    def watch_foreign(self, scale: float | Tensor | None) -> Watch:
         """Call before a backward that is not for this optimizer, but may reach its parameters.
 
         Args:
-            is_scaled: whether its gradients are multiplied by a loss scale.
+            scale: what its gradients are multiplied by; None: they are not.
 
         Returns:
             What `note_foreign` needs.
@@ -233,7 +253,7 @@ class OptimizerBackward:
             self._fused.lazy.materialize()  # unscales half gradients, which may be written to
         waiting = self._fused is not None and self._fused.lazy.are_waiting
         # A half gradient that a master has is not read again. Another thread trains its own models.
-        params, masters = self.pairs() if is_scaled and is_here else ((), ())
+        params, masters = self.pairs() if scale is not None and is_here else ((), ())
         if params is not masters and (waiting or not have_none(masters)):
             params = [
                 param
@@ -242,7 +262,9 @@ class OptimizerBackward:
             ]
         return self._foreign.watch(params)
 
-    def note_foreign(self, watch: Watch, optimizers: Sequence[OptimizerBackward]) -> None:
+    def note_foreign(
+        self, watch: Watch, optimizers: Sequence[OptimizerBackward], scale: float | Tensor
+    ) -> None:
         """Call after that backward, which was for these optimizers."""
         if not self.current.is_open:  # else a block of its own unscales all
             self._foreign.note(watch, (one.pairs().model for one in optimizers))
@@ -275,6 +297,7 @@ class OptimizerBackward:
             RuntimeError: as said.
         """
         self.shown.end(steps=steps)
+        self._adopt()
         if self.current.is_open:
             self.current.end_early(steps)
         if self.current.is_open:

@@ -131,6 +131,10 @@ class FP32Values:
         entry = self._values.get(param)
         return None if entry is None else entry.value
 
+    def params_by_value(self) -> dict[int, Tensor]:
+        """Return each parameter by the id of the very tensor that holds its value, a master say."""
+        return {id(entry.value): param for param, entry in list(self._values.items())}
+
     def add_stored(self, tensors: Iterable[Tensor]) -> None:
         """The level stores these parameters and buffers in half from now on."""
         self._stored.update(dict.fromkeys(tensors))

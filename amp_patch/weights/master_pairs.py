@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -81,26 +81,42 @@ class MasterPairs:
         """Return the half parameter of a master; a tensor that is no master stands for itself."""
         return self.param_by_id.get(id(stepped), stepped)
 
+    def others(self, stepped: Iterable[Any]) -> dict[int, Tensor]:
+        """Return the half parameters of those among ``stepped`` that other optimizers' masters are.
+
+        A script has put a group of one optimizer into another.
+
+        Returns:
+            By the masters' ids.
+        """
+        singles = [one for one in stepped if isinstance(one, Tensor) and one.dtype is torch.float32]
+        unknown = set(map(id, singles)).difference(self.param_by_id)
+        by_value = self._values.params_by_value() if unknown else {}
+        return {one: by_value[one] for one in unknown.intersection(by_value)}
+
     def replace(self, params: Sequence[Any]) -> list[Any]:
         """Return ``params`` with a master in place of each half one, but frozen ones that came so.
+
+        Masters of other optimizers stand for the half parameters that these have them for.
 
         Args:
             params: tensors, or ``(name, tensor)``; anything else stays for torch to refuse.
         """
         known = dict(zip(map(id, self.params), self.masters, strict=True))
-        count = len(self)
+        count, others = len(self), self.others(params)
         # Copies: a list that `listed` has made knows the classes of its tensors, and gets no more.
         self.params, self.masters = list(self.params), list(self.masters)
         replaced: list[Any] = []
         try:
             for given in params:
-                names = given[:-1] if isinstance(given, tuple) else ()
-                param = given[-1] if isinstance(given, tuple) and given else given
+                is_named = isinstance(given, tuple) and len(given) > 0
+                stands = given[-1] if is_named else given
+                param: Any = others.get(id(stands), stands)
                 is_half = isinstance(param, Tensor) and param.dtype in HALVES
                 if is_half and id(param) not in known and not self._values.is_frozen_half(param):
                     known[id(param)] = self._make(param)
                 stepped = known.get(id(param), param)
-                replaced.append((*names, stepped) if param is not given else stepped)
+                replaced.append((*given[:-1], stepped) if is_named else stepped)
         except BaseException:  # out of memory, say
             self.drop_after(count)
             raise

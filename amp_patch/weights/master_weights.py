@@ -84,6 +84,10 @@ class MasterWeights:
         """Return whether half parameters are among these whose masters the optimizer steps."""
         return not set(map(id, self._pairs.params)).isdisjoint(map(id, params))
 
+    def has_others(self, stepped: Sequence[Tensor]) -> bool:
+        """Return whether masters of other optimizers are among those that this one holds."""
+        return bool(self._pairs.others(stepped))
+
     def weight_versions(self) -> list[int]:
         """Return the versions of the half parameters, which tell of writes to them."""
         return self._pairs.half_versions()

@@ -106,7 +106,7 @@ def test_nobody_reads_the_gradients_that_another_thread_writes(amp: ModuleType) 
         other.step()
         own(torch.ones(2, 4)).mean().backward()
         own_optimizer.step()
-    watched = set(map(id, session.guard.unprepared.watch_foreign(is_scaled=True).params))
+    watched = set(map(id, session.guard.unprepared.watch_foreign(8.0).params))
     assert watched == set(map(id, own.parameters()))
 
 

@@ -105,8 +105,9 @@ class _LossWithoutOptimizer(contextlib.AbstractContextManager[Tensor]):
     @never_trace
     def __enter__(self) -> Tensor:
         session.cache.begin_backward()
-        scale = self._scaler.loss_scale()
-        self._watches = [one.watch_foreign(is_scaled=scale != 1.0) for one in self._others]
+        self._scale = scale = self._scaler.loss_scale()
+        watched = None if scale == 1.0 else scale
+        self._watches = [one.watch_foreign(watched) for one in self._others]
         loss = self._loss.float() if self._loss.dtype in HALVES else self._loss
         return loss * scale
 
@@ -115,4 +116,4 @@ class _LossWithoutOptimizer(contextlib.AbstractContextManager[Tensor]):
         session.cache.mark_stale()
         # A step refuses what is left of them: nobody has divided them by the scale.
         for one, watch in zip(self._others, self._watches, strict=True):
-            one.note_foreign(watch, ())
+            one.note_foreign(watch, (), self._scale)

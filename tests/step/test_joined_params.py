@@ -1,0 +1,262 @@
+"""Parameters that come to an optimizer after `initialize` train as in plain PyTorch.
+
+Those of a layer that is unfrozen late, of a group that is moved, or of a second model. They may
+come with gradients that blocks of other optimizers have multiplied by the loss scale.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from support import scaled_backward
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+X = torch.randn(64, 8, generator=torch.Generator().manual_seed(5))
+LEVELS = ("O0", "O1", "O2", "O4", "O5")
+
+
+class Training:
+    """A backbone and a head, of which an optimizer steps the head.
+
+    Args:
+        amp: trains at a level; None: plain PyTorch.
+        options: of `amp.initialize`.
+    """
+
+    def __init__(self, amp: ModuleType | None, level: str = "", **options: Any) -> None:
+        torch.manual_seed(0)
+        self.back, self.head = nn.Linear(8, 32), nn.Linear(32, 2)
+        self.model: nn.Module = nn.Sequential(self.back, nn.Tanh(), self.head)
+        self.optimizer: Optimizer = SGD(self.head.parameters(), lr=0.1)
+        self.amp, self._level, self._options = amp, level, options
+        self.initialize()
+
+    def initialize(self) -> None:
+        if self.amp is not None:
+            self.model, self.optimizer = self.amp.initialize(
+                self.model, self.optimizer, opt_level=self._level, verbosity=0, **self._options
+            )
+
+    def replace_optimizer(self) -> None:
+        self.optimizer = SGD(self.model.parameters(), lr=0.1)
+
+    def backward(self, **options: Any) -> None:
+        loss = self.model(X).float().square().mean()
+        if self.amp is None:
+            loss.backward()
+        else:
+            scaled_backward(self.amp, loss, self.optimizer, **options)
+
+    def step(self) -> None:
+        self.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def weights(self) -> list[Tensor]:
+        return [value.float() for value in copy.deepcopy(self.model.state_dict()).values()]
+
+
+def add_group(one: Training) -> None:
+    one.optimizer.add_param_group({"params": list(one.back.parameters())})
+
+
+def extend(one: Training) -> None:
+    one.optimizer.param_groups[0]["params"].extend(one.back.parameters())
+
+
+def initialize_in_stages(one: Training) -> None:
+    if one.amp is not None:
+        one.amp.deactivate()
+    one.replace_optimizer()
+    one.initialize()
+
+
+def go_on_without(one: Training) -> None:
+    if one.amp is not None:
+        one.amp.deactivate()
+    one.replace_optimizer()
+    one.amp = None
+
+
+JOINS: dict[str, Callable[[Training], None]] = {
+    "add_param_group": add_group,
+    "extend": extend,
+    "in stages": initialize_in_stages,
+    "without amp": go_on_without,
+}
+
+
+def assert_alike(found: list[Tensor], expected: list[Tensor]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=5e-3, atol=5e-4)
+
+
+@pytest.mark.parametrize("join", JOINS)
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("fused_step", [False, True])
+def test_gradients_of_the_stage_before_count_once(
+    amp: ModuleType, level: str, join: str, fused_step: bool
+) -> None:
+    fused_step = fused_step and level in ("O2", "O5")
+    options = {"fused_step": True} if fused_step else {}
+    trained = []
+    for one in (Training(None), Training(amp, level, **options)):
+        for step in range(5):
+            if step == 2:
+                JOINS[join](one)
+            one.step()
+        trained.append(one.weights())
+    assert_alike(trained[1], trained[0])
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_a_scale_that_has_moved_meanwhile_is_followed(amp: ModuleType, level: str) -> None:
+    trained = []
+    options = {"loss_scale": "dynamic", "growth_interval": 1, "init_scale": 2.0}
+    for one in (Training(None), Training(amp, level, **options)):
+        for _ in range(3):
+            one.step()
+        add_group(one)
+        one.step()
+        trained.append(one.weights())
+    assert_alike(trained[1], trained[0])
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("delays", [(True, False), (False, False)])
+def test_a_group_may_come_between_two_blocks_of_a_step(
+    amp: ModuleType, level: str, delays: tuple[bool, bool]
+) -> None:
+    trained = []
+    for one in (Training(None), Training(amp, level)):
+        one.backward(delay_unscale=delays[0])
+        add_group(one)
+        one.backward(delay_unscale=delays[1])
+        one.optimizer.step()
+        trained.append(one.weights())
+    assert_alike(trained[1], trained[0])
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_a_group_that_comes_before_a_clip_is_clipped_by_its_true_gradients(
+    amp: ModuleType, level: str
+) -> None:
+    norms = []
+    for one in (Training(None), Training(amp, level)):
+        one.backward()
+        add_group(one)
+        norms.append(nn.utils.clip_grad_norm_(one.model.parameters(), 0.01))
+    torch.testing.assert_close(norms[1].float(), norms[0], rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_a_group_may_be_taken_out_and_put_back(amp: ModuleType, level: str) -> None:
+    trained = []
+    for one in (Training(None), Training(amp, level)):
+        add_group(one)
+        for step in range(4):
+            if step == 1:
+                out = one.optimizer.param_groups.pop(1)
+            if step == 3:
+                one.optimizer.param_groups.append(out)
+            one.step()
+        trained.append(one.weights())
+    assert_alike(trained[1], trained[0])
+
+
+@pytest.mark.filterwarnings("ignore:Gradient overflow")
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_what_has_overflowed_is_gone(amp: ModuleType, level: str) -> None:
+    one = Training(amp, level, loss_scale=2.0**8)
+    scaled_backward(amp, one.model(X).float().square().mean() * torch.inf, one.optimizer)
+    one.optimizer.step()
+    one.optimizer.zero_grad()
+    assert amp.step_was_skipped(one.optimizer)
+    before = one.weights()
+    add_group(one)
+    one.step()
+    assert all(weight.isfinite().all() for weight in one.weights())
+    assert not torch.equal(one.weights()[0], before[0])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("how", ["append", "add its params", "add the model's"])
+def test_a_group_may_move_to_another_optimizer(amp: ModuleType, level: str, how: str) -> None:
+    def train(amp: ModuleType | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
+        first = SGD(
+            [{"params": list(layer.parameters())} for layer in (model[0], model[2])], lr=0.1
+        )
+        other = nn.Linear(2, 2)
+        second = SGD(other.parameters(), lr=0.1)
+        if amp is not None:
+            amp.initialize([model, other], [first, second], opt_level=level, verbosity=0)
+        for step in range(4):
+            if step == 2:
+                group = first.param_groups.pop(0)
+                if how == "append":
+                    second.param_groups.append(group)
+                else:
+                    own = how == "add its params"
+                    second.add_param_group(
+                        {"params": group["params"] if own else list(model[0].parameters())}
+                    )
+            for optimizer in (first, second):
+                optimizer.zero_grad()
+            loss = other(model(X)).float().square().mean()
+            scaled_backward(amp, loss, [first, second]) if amp else loss.backward()
+            for optimizer in (first, second):
+                optimizer.step()
+        return [value.float() for value in copy.deepcopy(model.state_dict()).values()]
+
+    assert_alike(train(amp), train(None))
+
+
+@pytest.mark.parametrize("first", ["with its optimizer", "without"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_each_model_of_an_optimizer_may_be_initialized_by_itself(
+    amp: ModuleType, level: str, first: str
+) -> None:
+    """At a learning rate of which a half weight sees nothing."""
+
+    def train(amp: ModuleType | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        one, other = nn.Linear(8, 8), nn.Linear(8, 8)
+        optimizer = SGD([*one.parameters(), *other.parameters()], lr=1e-4)
+        options = {"opt_level": level, "verbosity": 0}
+        if amp is not None and first == "without":
+            amp.initialize(other, **options)
+        if amp is not None:
+            amp.initialize(one, optimizer, **options)
+        if amp is not None and first != "without":
+            amp.initialize(other, **options)
+        before = other.state_dict()["weight"].float().clone()
+        for _ in range(20):
+            optimizer.zero_grad()
+            loss = one(X).float().square().mean() + other(X).float().square().mean()
+            scaled_backward(amp, loss, optimizer) if amp else loss.backward()
+            optimizer.step()
+        return [other.state_dict()["weight"].float() - before]
+
+    (found,), (expected,) = train(amp), train(None)
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-6)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
+def test_a_model_of_an_optimizer_without_masters_is_not_stored_in_half(
+    amp: ModuleType, level: str
+) -> None:
+    one, other = nn.Linear(8, 8), nn.Linear(8, 8)
+    optimizer = SGD([*one.parameters(), *other.parameters()], lr=0.1)
+    amp.initialize(one, optimizer, opt_level=level, verbosity=0)
+    with pytest.raises(RuntimeError, match=r"a SGD holds 2 .* Call amp\.initialize\(\[model, "):
+        amp.initialize(other, opt_level="O2", verbosity=0)
+    assert other.weight.dtype is torch.float32
+    amp.initialize(other.requires_grad_(False), opt_level="O2", verbosity=0)
