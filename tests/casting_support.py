@@ -2,17 +2,22 @@
 
 import contextlib
 import pkgutil
+from typing import Any
 from unittest import mock
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import _pytree
 
 from amp_patch.casting import rules
 from amp_patch.casting.kept_wrappers import KeptWrappers
+from amp_patch.casting.mode import mode, process
+from amp_patch.casting.regions import FloatRegion, HalfRegion
 from amp_patch.session import session
 
 HALVES = {"O1": torch.float16, "O4": torch.bfloat16}
+#: Those in which models are stored, too.
+HALF_OF = {**HALVES, "O2": torch.float16, "O3": torch.float16, "O5": torch.bfloat16}
 
 
 def activate(amp, opt_level="O1", model=None, **options):
@@ -45,6 +50,28 @@ def losses_of(model, loss_of, amp=None, backend=None, fullgraph=False, **options
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
+
+
+def called_at(level: str, where: str, function: Any, *args: Tensor) -> Tensor:
+    """Call it as if a model at this level lived, in its forward or not, or in a region."""
+    half, casting = HALF_OF.get(level, torch.float16), level in {"O1", "O4"}
+    before = process.save()
+    process.devices, process.region_dtype = frozenset({"cpu"}), half
+    process.dtype = half if casting else torch.float32
+    try:
+        if where == "inside":
+            stored = half if level in {"O2", "O3", "O5"} else None
+            mode.enter_model(1, half if casting else torch.float32, half, stored)
+        if where == "half_region":
+            with HalfRegion():
+                return function(*args)
+        if where == "float_region":
+            with FloatRegion():
+                return function(*args)
+        return function(*args)
+    finally:
+        mode.leave_model(1)
+        process.restore(before)
 
 
 @contextlib.contextmanager

@@ -24,20 +24,12 @@ from . import half_numbers, layer_forwards, library_rules, targets, written_valu
 from .held_functions import HeldFunctions
 from .installation import calling, replace_by
 from .kept_wrappers import KeptWrappers
-from .library_casts import OWN_IN_FLOAT, WITHOUT_HALF, Rule, wrap
-from .meeting_dtypes import MEETINGS
+from .library_casts import Rule, is_for_half, wrap
 
 Pairs = dict[int, tuple[Any, Any]]
 
 #: Of torch's functions.
 _kept = KeptWrappers()
-
-#: Which do nothing before a model is stored in half, so that torch's functions and all methods wait
-#: for one; "logits" has its like among O1's casts.
-_FOR_HALF = (
-    *("stored", "frames", "wide", "rounded", "lengths", "logits", "lookup", "counted"),
-    *(*WITHOUT_HALF, *MEETINGS),
-)
 
 
 class LibraryFunctions:
@@ -198,15 +190,13 @@ class LibraryFunctions:
             self._known_due[key] = {
                 path: rule
                 for path, rule in self._rules[module].items()
-                if _is_for_half(module, path, rule) is for_half
+                if _waits_for_half(module, path, rule) is for_half
             }
         return self._known_due[key]
 
 
-def _is_for_half(module: str, path: str, rule: Rule) -> bool:
-    # At O1 float16 counts a hub's neighbours no further either.
-    is_for_half = rule.casts in _FOR_HALF and rule.in_float not in OWN_IN_FLOAT
-    return is_for_half and (is_left_alone(module) or "." in path)
+def _waits_for_half(module: str, path: str, rule: Rule) -> bool:
+    return is_for_half(rule) and (is_left_alone(module) or "." in path)
 
 
 def _modules_of(models: Iterable[nn.Module]) -> dict[str, types.ModuleType]:

@@ -1,17 +1,13 @@
 """The data of library_rules: its words mean something, and each row stands for a function."""
 
 import importlib
+import re
 
 import graph_libraries  # noqa: F401 - quietly
 import pytest
 
-from amp_patch.casting.library_casts import (
-    CASTS,
-    IN_FLOAT,
-    OWN_CASTS,
-    OWN_IN_FLOAT,
-    WITHOUT_HALF,
-)
+from amp_patch.casting import library_rules
+from amp_patch.casting.library_casts import PLACES, WORDS
 from amp_patch.casting.library_rules import REASONS, RULES
 from amp_patch.patching import resolve_in
 
@@ -25,11 +21,20 @@ INSTALLED = ("dgl", "torch_geometric")
 def test_a_row_says_known_words_and_why(
     module: str, name: str, casts: str, in_float: str, reason: str
 ) -> None:
-    assert casts in (*CASTS, *OWN_CASTS, *WITHOUT_HALF)
-    assert casts not in OWN_CASTS[:2] or module.startswith("dgl.")
-    assert in_float in (*IN_FLOAT, *OWN_IN_FLOAT)
-    assert in_float not in OWN_IN_FLOAT or module.startswith("dgl.")
+    assert casts in WORDS
+    assert casts not in ("frames", "rows") or module.startswith("dgl.")
+    assert in_float in PLACES
+    assert in_float != "hubs" or module.startswith("dgl.")
     assert reason in REASONS
+
+
+def test_each_word_is_explained() -> None:
+    entries, _, places = library_rules.__doc__.partition("\n\nThe second word: ")
+    heads = re.findall(r'^- ("[^:]*):', entries, re.MULTILINE)
+    explained = {word for head in heads for word in re.findall(r'"(\w+)"', head)}
+    # "float_on_cpu" is a word of `rules` alone; "cell" is explained beside "product"
+    assert explained == WORDS.keys() - {"float_on_cpu", "cell"}
+    assert set(re.findall(r'"(\w+)"', places.partition("\n\n")[0])) == PLACES.keys()
 
 
 @pytest.mark.parametrize(

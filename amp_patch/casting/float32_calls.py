@@ -1,0 +1,145 @@
+"""Calls whose half arguments are computed in float32, whatever dtypes come.
+
+Knows at which level, and where a model is stored in half, each kind of them is, and which dtype
+its results have; knows no rule's words.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from . import fused_loss
+from .argument_casts import to_float
+from .call_arguments import (
+    Args,
+    Function,
+    Kwargs,
+    NothingElseCasts,
+    cast_to,
+    floats_in,
+    map_call,
+    to_any,
+)
+from .foreign_objects import has_more_neighbours
+from .mode import FLOATS, HALVES, OFF, mode, process
+from .nested import map_tensors
+from .regions import FloatRegion
+
+
+def run_widened(function: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Call it with half arguments in float32, beside models as well: it would raise."""
+    args, kwargs = map_call(to_float, args, kwargs)
+    return function(*args, **kwargs)
+
+
+def run_wide(function: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Call it in a model that is stored in half with half arguments in float32."""
+    if mode.stored is None or mode.region is not None:
+        return function(*args, **kwargs)
+    return run_widened(function, args, kwargs)
+
+
+def run_rounded(function: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Call it so, and cast its results to the model's dtype."""
+    dtype = mode.stored
+    if dtype is None or mode.region is not None:
+        return function(*args, **kwargs)
+    args, kwargs = map_call(to_float, args, kwargs)
+    return to_any(function(*args, **kwargs), dtype)
+
+
+def run_lengths(function: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Call it so where the first is half, unless it is told the dtype of its results."""
+    dtype = mode.stored
+    if dtype is None or mode.region is not None or kwargs.get("dtype") is not None:
+        return function(*args, **kwargs)
+    if not args or getattr(args[0], "dtype", None) not in HALVES:
+        return function(*args, **kwargs)  # a script that writes x.float().norm() means it
+    return to_any(run_widened(function, args, kwargs), dtype)
+
+
+def run_float_on_cpu(function: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Call it with half arguments on a CPU in float32; results have the dtype of a model."""
+    if not any(tensor.is_cpu and tensor.dtype in HALVES for tensor in floats_in(args, kwargs)):
+        return function(*args, **kwargs)
+    found, dtype = run_widened(function, args, kwargs), mode.stored
+    return found if dtype is None or mode.region is not None else cast_to(found, dtype)
+
+
+def run_logits(function: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Call torch's cross_entropy as by "wide", or a kernel that computes it in float32."""
+    # Of half logits outside of such a model torch's loss is half.
+    dtypes = (torch.float32,) if mode.stored is None else FLOATS
+    if not mode.off and process.is_mixed:
+        loss = fused_loss.loss_of(args, kwargs, dtypes)
+        if loss is not None:
+            return loss
+    return run_wide(function, args, kwargs)
+
+
+def run_float(function: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Call it in float32 where a level casts; in a stored model with results in its dtype."""
+    level, dtype = mode.dtype or process.dtype, mode.stored
+    if mode.region is not None or (level is OFF and dtype is None):
+        return function(*args, **kwargs)
+    found = in_float_region(function, args, kwargs)
+    return found if dtype is None else cast_to(found, dtype)
+
+
+def run_loss(function: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Call a model's method in float32, which scripts call beside the model, at every level."""
+    if mode.region is not None or not process.is_mixed:
+        return function(*args, **kwargs)
+    return in_float_region(function, args, kwargs)
+
+
+def run_unless_hub(run: Function, function: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Call it as ``run`` does, or in float32 on a graph whose neighbours float16 cannot count."""
+    half = mode.stored or mode.dtype or process.dtype
+    if half is torch.float16 and mode.region is None and not is_compiling():
+        largest = int(torch.finfo(half).max)
+        if any(has_more_neighbours(one, largest) for one in (*args, *kwargs.values())):
+            return cast_to(in_float_region(function, args, kwargs), half)
+    return run(function, args, kwargs)
+
+
+def in_float_region(function: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Call it with all arguments in float32, and with all that is computed inside."""
+    args, kwargs = map_call(functools.partial(cast_to, dtype=torch.float32), args, kwargs)
+    with FloatRegion():  # layers inside may have half weights
+        return function(*args, **kwargs)
+
+
+def run_told(function: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Call what counts in float32, where it adds up half weights or is told a half dtype.
+
+    Of a count that float16 does not hold, the result is the largest that it does.
+    """
+    dtypes = {tensor.dtype for tensor in floats_in(args, kwargs)}
+    if not dtypes:
+        told = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.dtype)]
+        dtypes.update(told[:1])
+    dtype = dtypes.pop() if len(dtypes) == 1 else None  # two promote to float32 or float64
+    if dtype not in HALVES:
+        return function(*args, **kwargs)
+
+    def wide(one: Any) -> Any:
+        return torch.float32 if isinstance(one, torch.dtype) else cast_to(one, torch.float32)
+
+    def narrow(found: Tensor) -> Tensor:
+        if not found.is_floating_point():
+            return found
+        # bfloat16 holds any count; the values of a sparse matrix are none
+        if dtype is torch.float16 and found.layout is torch.strided:
+            found = found.clamp(max=torch.finfo(dtype).max)
+        return found.to(dtype)
+
+    args, kwargs = map_call(wide, args, kwargs)
+    with NothingElseCasts():  # what it calls would give half sums in a model that is in half
+        found = function(*args, **kwargs)
+    return map_tensors(narrow, found)

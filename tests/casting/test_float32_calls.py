@@ -1,0 +1,102 @@
+"""What is computed in float32 whatever dtypes come: counts, losses, norms of matrices."""
+
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+import torch
+from casting_support import called_at
+from torch import Tensor, nn
+
+from amp_patch.casting.library_casts import Rule, wrap
+from amp_patch.casting.mode import process
+
+F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+SEEN: list[tuple[torch.dtype, ...]] = []
+
+
+@pytest.mark.parametrize("dtype", [F16, F32, F64, torch.long])
+def test_what_is_told_a_half_dtype_computes_in_float32(dtype: torch.dtype) -> None:
+    def count(size: int, dtype: torch.dtype) -> Tensor:
+        SEEN.append((dtype,))
+        return torch.full((1,), size, dtype=dtype)
+
+    function = wrap(count, Rule("told"))
+    for found in (function(3, dtype), function(3, dtype=dtype)):
+        assert found.dtype is dtype
+        assert found.item() == 3
+        assert SEEN.pop() == (F32 if dtype is F16 else dtype,)
+    assert wrap(int, Rule("told"))("3") == 3
+
+
+@pytest.mark.parametrize("dtypes", [(F16, F32), (F32, F16), (F16, BF16)])
+def test_two_dtypes_promote_to_float32_and_count_in_it(dtypes: tuple[torch.dtype, ...]) -> None:
+    a, b = (torch.full((2,), 60_000.0, dtype=dtype) for dtype in dtypes)
+    found = called_at("O1", "inside", wrap(torch.add, Rule("told")), a, b)
+    assert found.dtype is F32
+    assert (found > 100_000).all()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("dtypes", [(F16, F16), (F16, F32), (F32, F16), (BF16, BF16)])
+def test_half_weights_are_added_up_in_float32(level: str, dtypes: tuple[torch.dtype, ...]) -> None:
+    """The result has the dtype of the weights, whatever is told, and no infinite number."""
+
+    def sums(weights: Tensor, index: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        SEEN.append((weights.dtype, dtype, (weights[None] @ weights[:, None]).dtype))
+        return index, weights.sum()[None] * 70_000
+
+    index = torch.tensor([0, 0])
+    function = wrap(sums, Rule("told"))
+    given = torch.ones(2, dtype=dtypes[0])
+    same, found = called_at(level, "inside", function, given, index, dtypes[1])
+    assert same is index
+    assert found.dtype is dtypes[0]
+    assert found.isfinite().all()
+    if dtypes[0] is not F32:
+        assert SEEN.pop() == (F32, F32, F32)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4"])
+@pytest.mark.parametrize("where", ["inside", "outside"])
+def test_a_loss_by_a_method_is_computed_in_float32(level: str, where: str) -> None:
+    def loss(x: Tensor) -> Tensor:
+        return 1 - torch.sigmoid(x * 1.0)
+
+    process_is_mixed = level != "O0"
+
+    def called() -> Tensor:
+        process.is_mixed = process_is_mixed
+        return wrap(loss, Rule("loss"))(torch.full((1,), 9.0, dtype=F16))
+
+    found = called_at(level, where, called)
+    assert found.dtype is (F32 if process_is_mixed else F16)
+    assert bool(found > 0) is process_is_mixed
+
+
+NORMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "matrix_norm": lambda w: torch.linalg.matrix_norm(w, 2),
+    "matrix_norm, nuclear": lambda w: torch.linalg.matrix_norm(w, ord="nuc"),
+    "norm": lambda w: torch.norm(w, "nuc"),
+    "method": lambda w: w.norm("nuc"),
+    "nuclear_norm": lambda w: torch.nuclear_norm(w),
+}
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.filterwarnings("ignore:at..nuclear_norm is deprecated")
+@pytest.mark.parametrize("name", NORMS)
+def test_norms_of_half_matrices_are_float32_s(amp: ModuleType, level: str, name: str) -> None:
+    """In the model, for a penalty in its forward, and beside it."""
+
+    class Penalized(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).square().mean() + NORMS[name](self.weight)
+
+    model = amp.initialize(Penalized(4, 4), opt_level=level, loss_scale=1.0, verbosity=0)
+    wide = model.weight.detach().float().requires_grad_()
+    NORMS[name](wide).backward()
+    for loss in (model(torch.zeros(1, 4)), NORMS[name](model.weight)):
+        model.weight.grad = None
+        loss.backward()
+        torch.testing.assert_close(model.weight.grad.float(), wide.grad, rtol=0.02, atol=0.01)
