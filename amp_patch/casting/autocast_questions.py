@@ -18,7 +18,6 @@ import torch
 from amp_patch.imported_modules import is_left_alone
 from amp_patch.patching import Patches
 
-from . import library_rules
 from .mode import OFF, cast_dtype, process
 from .torch_compile import traced
 
@@ -32,12 +31,8 @@ _BLOCK = torch.amp.autocast_mode.autocast.__init__.__code__
 # its backward enters a block of that, which is off.
 _CUSTOM_FORWARD = torch.amp.custom_fwd(id, device_type="cpu").__code__
 NOTED = torch.float32
-# Libraries that ask in order to cast what our own rules for their functions have cast: DGL.
-_CAST_BY_RULES = {
-    module.partition(".")[0]
-    for module, rules in library_rules.RULES.items()
-    if any(reason == "autocast" for *_, reason in rules.values())
-}
+#: Libraries that ask in order to cast what our own rules for their functions have cast.
+CAST_BY_RULES = frozenset({"dgl"})
 
 
 def dtype_of_casts(device: str) -> torch.dtype | None:
@@ -128,7 +123,7 @@ def _who_answers(caller: Any) -> str:
 def _is_about_casts(caller: Any) -> bool:
     """Tell whether what this frame asks is to be answered by our casts."""
     name = caller.f_globals.get("__name__", "")
-    is_own = is_left_alone(name) or name.partition(".")[0] in _CAST_BY_RULES
+    is_own = is_left_alone(name) or name.partition(".")[0] in CAST_BY_RULES
     return caller.f_code is _BLOCK or not is_own
 
 

@@ -48,9 +48,9 @@ come with float32 ones), "always", or "hubs" (in float16, with all that is compu
 graph of DGL of which a node has more neighbours than float16 counts to). Results come in the dtype
 that they would have had.
 
-The third is a key of `REASONS`. Two of these are read by code, too: what has "no kernel anywhere"
-is computed in float32 in a half region (`regions`), and a library with a row of "autocast", which
-asks whether that is on in order to cast, is told that it is off (`autocast_questions`).
+The third, a key of `REASONS`, is for readers alone. A library that asks whether autocast is on in
+order to cast stands in `autocast_questions.CAST_BY_RULES` as well, and what has no half kernel on
+any device in a list of `rules`.
 """
 
 from __future__ import annotations

@@ -23,7 +23,6 @@ from amp_patch.patching import resolve
 from . import targets
 from .argument_casts import tensors_in, to_dtype
 from .half_numbers import in_half, in_its_dtype
-from .library_rules import RULES
 from .mode import HALVES, mode, process
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -250,14 +249,6 @@ _COMPUTING = _names(targets.region_targets()) | _FOR_NUMPY
 # The running statistics of a norm are written to, so a cast copy of them will not do.
 _FIRST_ARGUMENT = _names(targets.first_argument_targets())
 # No half kernel, on no device or not on the CPU: a half region runs these in fp32 there.
-_NO_HALF = _names(path for path, rule in targets.rule_targets().items() if rule == "no_half")
-_NO_HALF |= _names(
-    f"{module}.{name}"
-    for module, rows in RULES.items()
-    for name, row in rows.items()
-    if row[2] == "no kernel anywhere"
-)
-_FLOAT_ON_CPU = _names(
-    path for path, rule in targets.rule_targets().items() if rule in ("float_on_cpu", "banned")
-)
-_FLOAT_ON_CPU |= {"multi_margin_loss"}  # elsewhere a rule of O1 has it in fp32
+_WITHOUT_HALF = targets.region_float_targets()
+_NO_HALF = _names(path for path, rule in _WITHOUT_HALF.items() if rule == "no_half")
+_FLOAT_ON_CPU = _names(path for path, rule in _WITHOUT_HALF.items() if rule == "float_on_cpu")

@@ -308,6 +308,16 @@ NO_HALF_ON_CPU_BEFORE = {
     "trace": (2, 13),
 }
 
+# Operators of the lists above that have no half kernel either, on no device or not on the CPU. A
+# region, in which no list counts, computes half arguments of theirs in float32.
+LISTED_WITHOUT_HALF = {
+    "cdist": "no_half",
+    "linalg_matrix_norm": "no_half",
+    "multi_margin_loss": "float_on_cpu",
+    "nuclear_norm": "no_half",
+    "pdist": "no_half",
+}
+
 # Of which functions torch's kernel for half tensors computes in float32 and rounds once, in forward
 # and backward, by kind of device. Not that of group_norm: on CUDA its backward reads a mean and a
 # deviation that are rounded to half (aten/src/ATen/native/group_norm.cpp). Nor that of layer_norm

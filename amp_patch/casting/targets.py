@@ -117,6 +117,9 @@ _REGION_EXCLUDED_STARTS = (
 )
 _REGION_EXCLUDED_ENDS = ("_like", "_")
 
+# Rules of what has no half kernel, and as which a region runs it.
+_WITHOUT_HALF = {"no_half": "no_half", "float_on_cpu": "float_on_cpu", "banned": "float_on_cpu"}
+
 # They write to running statistics among their arguments, of which a cast would be a copy.
 _REGION_FIRST_ARGUMENT = ("batch_norm", "instance_norm")
 
@@ -152,6 +155,17 @@ def no_half_targets() -> dict[str, dict[str, str]]:
                 place, name = "torch", f"Tensor.{name}"
             found.setdefault(place, {})[name] = rule
     return found
+
+
+def region_float_targets() -> dict[str, str]:
+    """Return what a region to half computes in float32, by dotted path, for it has no half kernel.
+
+    'no_half' on every device; 'float_on_cpu' on the CPU, so what is 'banned' as well.
+    """
+    found = {path: rule for path, rule in rule_targets().items() if rule in _WITHOUT_HALF}
+    for op, rule in rules.LISTED_WITHOUT_HALF.items():
+        found.update(dict.fromkeys(_paths(op), rule))
+    return {path: _WITHOUT_HALF[rule] for path, rule in found.items()}
 
 
 def region_targets() -> list[str]:

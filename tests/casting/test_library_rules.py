@@ -7,6 +7,8 @@ import graph_libraries  # noqa: F401 - quietly
 import pytest
 
 from amp_patch.casting import library_rules
+from amp_patch.casting import rules as cast_rules
+from amp_patch.casting.autocast_questions import CAST_BY_RULES
 from amp_patch.casting.library_casts import PLACES, WORDS
 from amp_patch.casting.library_rules import REASONS, RULES
 from amp_patch.patching import resolve_in
@@ -26,6 +28,14 @@ def test_a_row_says_known_words_and_why(
     assert in_float in PLACES
     assert in_float != "hubs" or module.startswith("dgl.")
     assert reason in REASONS
+
+
+def test_what_is_said_elsewhere_of_the_same_functions_agrees() -> None:
+    asking = {module.partition(".")[0] for module, *_, reason in ROWS if reason == "autocast"}
+    assert asking == CAST_BY_RULES
+    listed = {op for op, rule in cast_rules.LISTED_WITHOUT_HALF.items() if rule == "no_half"}
+    without_kernel = {name for _, name, *_, reason in ROWS if reason == "no kernel anywhere"}
+    assert without_kernel == {op.removeprefix("linalg_") for op in listed}
 
 
 def test_each_word_is_explained() -> None:

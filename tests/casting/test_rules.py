@@ -86,6 +86,9 @@ def test_no_operator_stands_in_two_lists_and_each_list_is_sorted():
     everything += [*cast_rules.COMPOSITES, *cast_rules.NO_HALF, *cast_rules.NO_HALF_ON_CPU]
     everything += cast_rules.NO_HALF_ON_CPU_BEFORE
     assert len(everything) == len(set(everything))
+    assert all(
+        any(op in names for names in LISTS.values()) for op in cast_rules.LISTED_WITHOUT_HALF
+    )
     for names in (*LISTS.values(), cast_rules.COMPOSITES, cast_rules.DIFFERENCES):
         assert list(names) == sorted(names)
     assert set(cast_rules.DIFFERENCES_BEFORE) < set(cast_rules.DIFFERENCES)
@@ -237,8 +240,9 @@ def test_what_has_no_half_kernel_on_the_cpu_is_listed_and_nothing_else():
     assert not stale, f"remove from NO_HALF or NO_HALF_ON_CPU: {sorted(stale)}"
 
 
-#: Of which a GPU takes some half tensors: of sizes that are powers of two, to complex halves.
-SOME_ON_CUDA = re.compile("fft_.*|stft|complex|polar|view_as_complex")
+#: Of which a GPU takes some half tensors: of sizes that are powers of two, to complex halves, by
+#: norms that need no singular values.
+SOME_ON_CUDA = re.compile("fft_.*|stft|complex|polar|view_as_complex|linalg_matrix_norm")
 
 
 def test_what_has_no_half_kernel_anywhere_is_what_torchs_database_says():
@@ -247,7 +251,9 @@ def test_what_has_no_half_kernel_anywhere_is_what_torchs_database_says():
     for op in oracle.operators():
         for name in oracle.operator_names(op):
             on_cuda[name] |= op.dtypesIfCUDA & halves
-    known = {name for name in cast_rules.NO_HALF & on_cuda.keys() if not SOME_ON_CUDA.match(name)}
+    listed = {op for op, rule in cast_rules.LISTED_WITHOUT_HALF.items() if rule == "no_half"}
+    no_half = cast_rules.NO_HALF | listed
+    known = {name for name in no_half & on_cuda.keys() if not SOME_ON_CUDA.match(name)}
     assert len(known) > 70
     assert not {name: on_cuda[name] for name in known if on_cuda[name]}
     for name in cast_rules.NO_HALF_ON_CPU & on_cuda.keys():

@@ -107,6 +107,15 @@ def test_a_region_covers_every_function_of_nn_functional_that_torch_has_samples_
     assert {path.rsplit(".", 1)[-1] for path in left_alone} <= lookups | scaled
 
 
+def test_a_region_computes_in_float32_what_has_no_half_kernel():
+    found = targets.region_float_targets()
+    assert set(found) <= set(targets.region_targets())
+    assert found["torch.linalg.matrix_norm"] == found["torch.linalg.inv"] == "no_half"
+    by_lists = {"torch.nn.functional.multi_margin_loss", "torch.nn.functional.avg_pool3d"}
+    banned = {path for path, rule in targets.rule_targets().items() if rule == "banned"}
+    assert {found[path] for path in by_lists | banned} == {"float_on_cpu"}
+
+
 def test_a_region_casts_only_the_input_of_norms_that_update_running_statistics():
     first_only = targets.first_argument_targets()
     assert set(first_only) <= set(targets.region_targets())
