@@ -26,7 +26,7 @@ from torch.optim.optimizer import (
 from . import arguments, kernels
 from .backward_passes import BackwardPasses
 from .casting import data_reads, torch_compile, torch_sites
-from .casting.library_functions import LibraryFunctions
+from .casting.libraries.library_functions import LibraryFunctions
 from .casting.mode import ALL_DEVICES, mode, process
 from .casting.patched_functions import PatchedFunctions
 from .casting.weight_cache import WeightCache

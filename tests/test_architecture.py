@@ -53,7 +53,10 @@ FLOORS = (
         "other_names",
     },
 )
-#: Rooms in which each module has tests of its own, tests/ROOM/test_MODULE.py.
+#: Rooms within a room: they stand on the modules beside them, none of which imports from them.
+INNER = ("amp_patch.casting.libraries",)
+#: Rooms in which each module has tests of its own, tests/ROOM/test_MODULE.py; so it is for a module
+#: of a room within, tests/ROOM/INNER/test_MODULE.py.
 MIRRORED = ("casting", "gradients", "kernels", "optimizers", "scaling", "step", "weights")
 MAX_BODY_LINES = 40
 MAY_IMPORT_CUPY = ("kernels/cuda_compiler.py", "kernels/cuda_module.py")
@@ -138,6 +141,17 @@ def upward_imports(place: str, imported: Iterable[str]) -> list[str]:
         and other != "__init__"
         and not (other in floor and floor[other] < floor[room])
         and name != "amp_patch.__version__"
+    ]
+
+
+def imports_of_inner(place: str, imported: Iterable[str]) -> list[str]:
+    """Imports from a room within its own room, by a module at ``place`` outside of that."""
+    return [
+        name
+        for inner in INNER
+        if room_of(place) == room_of(inner) and not f"{place}.".startswith(f"{inner}.")
+        for name in imported
+        if f"{name}.".startswith(f"{inner}.")
     ]
 
 
@@ -406,9 +420,14 @@ def test_imports_point_down_only() -> None:
     upward = {}
     for path in (*CORE, *DROP_IN):
         place = place_of(path)
-        imported = own_imports(parse(path), place.rpartition(".")[0])
+        imported = list(own_imports(parse(path), place.rpartition(".")[0]))
         upward[place] = upward_imports(place.removesuffix(".__init__"), imported)
+        upward[place] += imports_of_inner(place, imported)
     assert not {place: names for place, names in upward.items() if names}
+
+
+def test_rooms_within_a_room_are_there() -> None:
+    assert all((ROOT / inner.replace(".", "/") / "__init__.py").is_file() for inner in INNER)
 
 
 def test_no_room_has_a_circle() -> None:
@@ -462,7 +481,7 @@ def test_only_the_cuda_side_may_import_cupy() -> None:
 
 
 def test_cast_rules_are_data() -> None:
-    for name in ("rules.py", "library_rules.py"):
+    for name in ("rules.py", "libraries/library_rules.py"):
         assert not not_literal(parse(PACKAGE / "casting" / name))
 
 
@@ -481,8 +500,9 @@ def test_each_module_of_the_core_has_tests_of_its_own() -> None:
 
 
 def test_a_module_without_tests_is_seen() -> None:
-    modules = ["step/skip.py", "step/closure.py"]
-    assert without_tests(modules, {"step/test_skip.py", "test_closure.py"}) == ["step/closure.py"]
+    modules = ["step/skip.py", "step/closure.py", "casting/libraries/lookups.py"]
+    tests = {"step/test_skip.py", "test_closure.py", "casting/test_lookups.py"}
+    assert without_tests(modules, tests) == modules[1:]
 
 
 def test_how_often_properties_are_drawn_stands_in_the_profiles() -> None:
@@ -505,6 +525,14 @@ def test_how_often_properties_are_drawn_stands_in_the_profiles() -> None:
 )
 def test_an_import_that_points_up_is_seen(place: str, name: str) -> None:
     assert upward_imports(place, [name]) == [name]
+
+
+def test_an_import_of_a_room_from_one_within_it_is_seen() -> None:
+    names = ["amp_patch.casting.libraries.lookups.looking_up", "amp_patch.casting.mode"]
+    assert imports_of_inner("amp_patch.casting.regions", names) == names[:1]
+    assert imports_of_inner("amp_patch.casting.__init__", ["amp_patch.casting.libraries"])
+    for place in ("amp_patch.casting.libraries.library_casts", "amp_patch.weights.half_model"):
+        assert imports_of_inner(place, names) == []
 
 
 def test_a_room_without_a_floor_is_seen() -> None:

@@ -28,7 +28,7 @@ PAGES = {
     "backward_passes.py": "gradients.md#train-several-models-losses-and-optimizers",
     "call_site.py": "limits.md#in-the-step",
     "casting/": "rules.md",
-    "casting/half_saving.py": "graphs.md#what-is-cast",
+    "casting/libraries/half_saving.py": "graphs.md#what-is-cast",
     "cuda_graph.py": "compile.md#capture-the-step-in-a-cuda-graph",
     "debug/": "diagnose.md",
     "debug/logs.py": "logging.md",

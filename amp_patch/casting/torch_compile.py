@@ -371,7 +371,7 @@ def _names_read(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
 
 def library_original(value: Any) -> Any:
     """Return what a wrapper of `library_casts` stands for; None for all else."""
-    made_by = "amp_patch.casting.library_casts"
+    made_by = "amp_patch.casting.libraries.library_casts"
     is_wrapper = is_patched(value) and value.__globals__.get("__name__") == made_by
     return value.__wrapped__ if is_wrapper else None
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from amp_patch.casting.argument_casts import is_made_later
-from amp_patch.casting.foreign_objects import cast_object
+from amp_patch.casting.libraries.foreign_objects import cast_object
 from amp_patch.casting.mode import FLOATS, HALVES, mode, process
 from amp_patch.casting.nested import map_tensors
 from amp_patch.casting.running_modules import calls_of

@@ -19,7 +19,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from amp_patch import amp as core
-from amp_patch.casting import library_rules
+from amp_patch.casting.libraries import library_rules
 from amp_patch.casting.meeting_dtypes import MEETINGS
 from amp_patch.patching import resolve
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree
 from torch.utils.checkpoint import checkpoint
 
-from amp_patch.casting.library_casts import Rule, wrap
+from amp_patch.casting.libraries.library_casts import Rule, wrap
 
 # Compiling takes long. O1 and O4 share their code, as do O2 and O3, which the others' tests run.
 LEVELS = nightly_but(("O1", "O2", "O5"), ("O0", "O1", "O2", "O3", "O4", "O5"))

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from amp_patch.casting import half_sums
+from amp_patch.casting.libraries import half_sums
 from amp_patch.tools.sweep.memory import LivingTensors
 
 pyg, utils = torch_geometric.nn, torch_geometric.utils

@@ -7,7 +7,7 @@ import torch
 from casting_support import called_at
 from torch import Tensor
 
-from amp_patch.casting.library_casts import Rule, wrap
+from amp_patch.casting.libraries.library_casts import Rule, wrap
 
 F16, F32 = torch.float16, torch.float32
 

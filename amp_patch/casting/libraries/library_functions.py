@@ -17,13 +17,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from amp_patch.casting import half_numbers, layer_forwards, targets, written_values
+from amp_patch.casting.held_functions import HeldFunctions
+from amp_patch.casting.installation import calling, replace_by
+from amp_patch.casting.kept_wrappers import KeptWrappers
 from amp_patch.imported_modules import bindings, is_left_alone
 from amp_patch.patching import Patches, as_if_defined_at, resolve_in, when_imported
 
-from . import half_numbers, layer_forwards, library_rules, targets, written_values
-from .held_functions import HeldFunctions
-from .installation import calling, replace_by
-from .kept_wrappers import KeptWrappers
+from . import library_rules
 from .library_casts import Rule, is_for_half, wrap
 
 Pairs = dict[int, tuple[Any, Any]]

@@ -8,7 +8,7 @@ import torch
 from casting_support import called_at
 from torch import Tensor, nn
 
-from amp_patch.casting.library_casts import Rule, wrap
+from amp_patch.casting.libraries.library_casts import Rule, wrap
 from amp_patch.casting.mode import process
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64

@@ -14,8 +14,12 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from .argument_casts import is_on_cast_device
-from .cached_casts import is_large
+from amp_patch.casting.argument_casts import is_on_cast_device
+from amp_patch.casting.cached_casts import is_large
+from amp_patch.casting.mode import HALVES, OFF, mode, process
+from amp_patch.casting.nested import map_tensors
+from amp_patch.casting.shared_casts import is_recorded
+
 from .call_arguments import (
     Args,
     Function,
@@ -29,9 +33,6 @@ from .call_arguments import (
 from .foreign_objects import promote_column
 from .half_saving import HalfSaving
 from .half_sums import add_rows, can_add
-from .mode import HALVES, OFF, mode, process
-from .nested import map_tensors
-from .shared_casts import is_recorded
 
 #: Tells, of the floating tensors of a call, whether half ones are computed in float32.
 InFloat = Callable[[list[Tensor]], bool]

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from amp_patch.casting import cached_casts
-from amp_patch.casting.library_casts import CASTS, IN_FLOAT, PLACES, Rule, wrap
+from amp_patch.casting.libraries.library_casts import CASTS, IN_FLOAT, PLACES, Rule, wrap
+from amp_patch.casting.libraries.promoted_calls import call_dtypes
 from amp_patch.casting.mode import mode, process
-from amp_patch.casting.promoted_calls import call_dtypes
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 

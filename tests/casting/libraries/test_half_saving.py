@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from amp_patch.casting.half_saving import HalfSaving
-from amp_patch.casting.library_casts import Rule, wrap
+from amp_patch.casting.libraries.half_saving import HalfSaving
+from amp_patch.casting.libraries.library_casts import Rule, wrap
 from amp_patch.casting.mode import process
 from amp_patch.tools.sweep.memory import LivingTensors
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .argument_casts import is_on_cast_device, tensors_in, to_dtype
-from .mode import FLOATS, mode
-from .nested import map_tensors
+from amp_patch.casting.argument_casts import is_on_cast_device, tensors_in, to_dtype
+from amp_patch.casting.mode import FLOATS, mode
+from amp_patch.casting.nested import map_tensors
 
 Function = Callable[..., Any]
 Args = tuple[Any, ...]

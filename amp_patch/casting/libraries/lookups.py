@@ -17,10 +17,11 @@ from torch.autograd import Function, forward_ad
 from torch.autograd.function import FunctionCtx
 from torch.compiler import is_compiling
 
+from amp_patch.casting.many_uses import used
+from amp_patch.casting.mode import HALVES
+from amp_patch.casting.shared_casts import is_recorded
+
 from .half_sums import sums_at
-from .many_uses import used
-from .mode import HALVES
-from .shared_casts import is_recorded
 
 #: Of so few lookups in all, and for each row of a small table, even equal gradients add up in
 #: bfloat16 without much loss: 10 and 4 %.

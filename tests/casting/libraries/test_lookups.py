@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 
-from amp_patch.casting.lookups import looking_up
+from amp_patch.casting.libraries.lookups import looking_up
 
 HALVES = [torch.float16, torch.bfloat16]
 LEVELS = {"O2": torch.float16, "O3": torch.float16, "O5": torch.bfloat16}

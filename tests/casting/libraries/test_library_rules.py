@@ -6,11 +6,11 @@ import re
 import graph_libraries  # noqa: F401 - quietly
 import pytest
 
-from amp_patch.casting import library_rules
 from amp_patch.casting import rules as cast_rules
 from amp_patch.casting.autocast_questions import CAST_BY_RULES
-from amp_patch.casting.library_casts import PLACES, WORDS
-from amp_patch.casting.library_rules import REASONS, RULES
+from amp_patch.casting.libraries import library_rules
+from amp_patch.casting.libraries.library_casts import PLACES, WORDS
+from amp_patch.casting.libraries.library_rules import REASONS, RULES
 from amp_patch.patching import resolve_in
 
 pytestmark = pytest.mark.usefixtures("graph_libraries_imported")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from amp_patch.casting.foreign_objects import cast_object, has_more_neighbours
+from amp_patch.casting.libraries.foreign_objects import cast_object, has_more_neighbours
 from amp_patch.weights.half_model import cast_floats
 
 pytestmark = pytest.mark.usefixtures("graph_libraries_imported")

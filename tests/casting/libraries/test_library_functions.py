@@ -21,9 +21,10 @@ from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_map_only
 
 from amp_patch import amp as core
-from amp_patch.casting import held_functions, library_functions, library_rules
+from amp_patch.casting import held_functions
 from amp_patch.casting.kept_wrappers import KeptWrappers
-from amp_patch.casting.library_casts import Rule, wrap
+from amp_patch.casting.libraries import library_functions, library_rules
+from amp_patch.casting.libraries.library_casts import Rule, wrap
 from amp_patch.casting.mode import HALVES
 from amp_patch.casting.targets import no_half_targets
 from amp_patch.patching import resolve

@@ -15,11 +15,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import float32_calls, fused_loss, half_calls, promoted_calls
+from amp_patch.casting import fused_loss
+from amp_patch.casting.many_uses import used
+from amp_patch.casting.meeting_dtypes import MEETINGS, casting_where_they_meet
+
+from . import float32_calls, half_calls, promoted_calls
 from .call_arguments import Args, Function, Kwargs
 from .lookups import looking_up
-from .many_uses import used
-from .meeting_dtypes import MEETINGS, casting_where_they_meet
 from .promoted_calls import InFloat
 
 #: Makes a call of the function that it is given.

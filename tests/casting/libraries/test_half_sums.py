@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from amp_patch.casting import half_sums
-from amp_patch.casting.half_sums import add_rows, can_add
+from amp_patch.casting.libraries import half_sums
+from amp_patch.casting.libraries.half_sums import add_rows, can_add
 from amp_patch.tools.sweep.memory import LivingTensors
 
 HALVES = [torch.float16, torch.bfloat16]

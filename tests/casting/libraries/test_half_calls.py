@@ -6,7 +6,7 @@ import pytest
 import torch
 from casting_support import HALF_OF, called_at
 
-from amp_patch.casting.library_casts import Rule, wrap
+from amp_patch.casting.libraries.library_casts import Rule, wrap
 
 F16, F32 = torch.float16, torch.float32
 

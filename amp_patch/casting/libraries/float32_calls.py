@@ -13,8 +13,12 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from . import fused_loss
-from .argument_casts import to_float
+from amp_patch.casting import fused_loss
+from amp_patch.casting.argument_casts import to_float
+from amp_patch.casting.mode import FLOATS, HALVES, OFF, mode, process
+from amp_patch.casting.nested import map_tensors
+from amp_patch.casting.regions import FloatRegion
+
 from .call_arguments import (
     Args,
     Function,
@@ -26,9 +30,6 @@ from .call_arguments import (
     to_any,
 )
 from .foreign_objects import has_more_neighbours
-from .mode import FLOATS, HALVES, OFF, mode, process
-from .nested import map_tensors
-from .regions import FloatRegion
 
 
 def run_widened(function: Function, args: Args, kwargs: Kwargs) -> Any:

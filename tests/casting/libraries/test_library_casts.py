@@ -5,7 +5,7 @@ import torch
 from casting_support import called_at
 from torch import Tensor
 
-from amp_patch.casting.library_casts import Rule, wrap
+from amp_patch.casting.libraries.library_casts import Rule, wrap
 
 
 @pytest.mark.parametrize("rule", [Rule("promot"), Rule("promote", "cpus"), Rule("mean", "never")])

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from .mode import FLOATS
+from amp_patch.casting.mode import FLOATS
 
 Cast = Callable[[Any], Any]
 
