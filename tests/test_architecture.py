@@ -40,8 +40,8 @@ FLOORS = (
     {"gradients"},
     {"weights"},
     {"casting", "distributed"},
-    {"kernels"},
-    {"requested_level", "arguments", "call_site", "patching", "rules_file", "__init__"},
+    {"kernels", "arguments"},
+    {"requested_level", "call_site", "patching", "rules_file", "__init__"},
     {
         "levels",
         "warn_once",
@@ -57,7 +57,16 @@ FLOORS = (
 INNER = ("amp_patch.casting.libraries",)
 #: Rooms in which each module has tests of its own, tests/ROOM/test_MODULE.py; so it is for a module
 #: of a room within, tests/ROOM/INNER/test_MODULE.py.
-MIRRORED = ("casting", "gradients", "kernels", "optimizers", "scaling", "step", "weights")
+MIRRORED = (
+    "arguments",
+    "casting",
+    "gradients",
+    "kernels",
+    "optimizers",
+    "scaling",
+    "step",
+    "weights",
+)
 MAX_BODY_LINES = 40
 MAY_IMPORT_CUPY = ("kernels/cuda_compiler.py", "kernels/cuda_module.py")
 # cupy is optional; importing dynamo replaces torch.manual_seed, so importing amp_patch must not;

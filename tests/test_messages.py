@@ -24,7 +24,7 @@ PAGES = {
     "apex/": "apex.md",
     "apex/environment.py": "enable.md#when-it-is-refused",
     "apex/packages/": "apex.md#what-is-supplied",
-    "arguments.py": "api.md",
+    "arguments/": "api.md",
     "backward_passes.py": "gradients.md#train-several-models-losses-and-optimizers",
     "call_site.py": "limits.md#in-the-step",
     "casting/": "rules.md",

@@ -1,0 +1,219 @@
+"""Which models are refused, and the words of each refusal."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from arguments_support import MEND, exactly, frozen, optimizer
+from torch import nn
+from torch.nn import functional as F
+from torch.optim import SGD
+
+from amp_patch import arguments
+from amp_patch.levels import OPT_LEVELS
+
+
+def with_buffer(dtype: torch.dtype) -> nn.Module:
+    model = nn.Sequential(nn.Linear(1, 1))
+    model[0].register_buffer("scale", torch.ones(1, dtype=dtype))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("models", "received"),
+    [
+        (None, "NoneType"),
+        ("O1", "str"),
+        ([nn.ReLU(), optimizer()], "SGD"),
+        ({"model": nn.ReLU()}, "dict"),
+        ([[nn.ReLU()]], "list"),
+        (nn.Linear, "type"),
+        (iter([nn.ReLU()]), "list_iterator"),
+    ],
+)
+def test_what_is_no_model_is_refused(models: Any, received: str) -> None:
+    rule = "models must be a torch.nn.Module or a list or tuple of them"
+    with pytest.raises(TypeError, match=exactly(f"{rule}; got {received}; {MEND}")):
+        arguments.models_of(models)
+
+
+class Numbers(nn.Module):
+    """Compares what is in it, as ``TensorDictParams`` of tensordict does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2))
+
+    def __eq__(self, other: object) -> Any:
+        return self.weight == other.weight if isinstance(other, Numbers) else False
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+def test_a_model_that_no_dictionary_finds_is_refused_before_anything_is_patched(
+    amp: ModuleType,
+) -> None:
+    linear, model = F.linear, Numbers()
+    rule = (
+        "models must be equal to themselves, for amp.initialize() looks them up by ==; got a "
+        "Numbers, whose == says something else. Make it an attribute of a torch.nn.Module of your "
+        "own, and pass that."
+    )
+    with pytest.raises(TypeError, match=exactly(rule)):
+        amp.initialize(model, SGD(model.parameters(), lr=0.1), opt_level="O1")
+    assert F.linear is linear
+    assert arguments.models_of([nn.Sequential(model)])[0][0] is model
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("model_of", "found"),
+    [
+        (lambda dtype: nn.Linear(1, 1).to(dtype), "weight"),
+        (lambda dtype: nn.Sequential(nn.ReLU(), nn.Linear(1, 1).to(dtype)), "1.weight"),
+        (lambda dtype: nn.Sequential(frozen(dtype), nn.Linear(1, 1).to(dtype)), "1.weight"),
+    ],
+)
+def test_a_model_in_half_is_refused_by_the_name_of_the_tensor(
+    model_of: Any, found: str, dtype: torch.dtype
+) -> None:
+    message = (
+        f"models must come in float32, amp.initialize() casts them; got {found!r} in {dtype}, "
+        "which requires a gradient. Leave out your own .half() or .bfloat16(), call .float() on "
+        "its module, or freeze it by requires_grad_(False). Of a model that amp.initialize() cast, "
+        "call amp.deactivate() first; of one from a file, call model.float() first."
+    )
+    with pytest.raises(RuntimeError, match=exactly(message)):
+        arguments.models_of([nn.Linear(1, 1), model_of(dtype)])
+
+
+def test_a_model_that_was_cast_is_refused_with_what_to_call() -> None:
+    model = nn.Linear(1, 1).half()
+    message = (
+        "models must come in float32, amp.initialize() casts them; got 'weight' in torch.float16, "
+        "which amp.initialize() has cast. Use what the first call returned, or call "
+        "amp.deactivate() before you initialize the model anew. Models that share a layer go into "
+        "one call, amp.initialize([one, other], optimizers)."
+    )
+    with pytest.raises(RuntimeError, match=exactly(message)):
+        arguments.models_of(model, stored={id(model.weight)})
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.int64, torch.float16])
+def test_buffers_of_other_dtypes_are_taken(dtype: torch.dtype) -> None:
+    model = with_buffer(dtype)
+    assert arguments.models_of(model) == [model]
+
+
+class Shell(nn.Parameter):
+    """A parameter that has its numbers and its gradient in another one, as hypll's."""
+
+    def __new__(cls, inner: nn.Parameter) -> Shell:
+        return super().__new__(cls)
+
+    def __init__(self, inner: nn.Parameter) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        args = tuple(one.inner if isinstance(one, Shell) else one for one in args)
+        return func(*args, **(kwargs or {}))
+
+
+def test_parameters_that_stand_for_others_are_refused(amp: ModuleType) -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].weight = Shell(nn.Parameter(torch.ones(2, 2)))
+    F.linear(torch.ones(1, 2), model[0].weight).sum().backward()
+    assert model[0].weight.grad is model[0].weight.inner.grad is not None
+    message = (
+        "models must have parameters that get their gradients themselves, for amp.initialize() has "
+        "these unscaled and cleared; got '0.weight', a Shell which stands for another tensor. "
+        "Train this model without amp.initialize()."
+    )
+    for level in OPT_LEVELS:
+        with pytest.raises(TypeError, match=exactly(message)):
+            amp.initialize(model, opt_level=level, verbosity=0)
+
+
+class Own(nn.Parameter):
+    """A parameter whose class is asked, and which is itself, as those of geoopt."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_parameters_whose_class_is_asked_are_taken(amp: ModuleType) -> None:
+    model = nn.Linear(2, 2)
+    model.weight = Own(torch.ones(2, 2))
+    assert arguments.models_of(model) == [model]
+    assert amp.initialize(nn.LazyLinear(2), opt_level="O1", verbosity=0) is not None
+
+
+def test_a_lazy_model_without_weights_is_refused() -> None:
+    model = nn.Sequential(nn.ReLU(), nn.LazyLinear(2))
+    message = (
+        "models must have weights before amp.initialize() stores them in half precision; got the "
+        "lazy parameter '1.weight', which has none yet. Call the model once on a batch, then "
+        "amp.initialize(model, ...)."
+    )
+    with pytest.raises(RuntimeError, match=exactly(message)):
+        arguments.refuse_unstorable([nn.Linear(1, 1), model])
+    model(torch.ones(1, 3))
+    arguments.refuse_unstorable([model])
+
+
+def test_a_model_that_was_made_in_inference_mode_is_refused() -> None:
+    with torch.inference_mode():
+        model = nn.Linear(1, 1)
+    message = (
+        "models must be made outside of torch.inference_mode() for amp.initialize() to store them "
+        "in half precision; got 'weight', an inference tensor. Call "
+        "amp.initialize(copy.deepcopy(model), ...) outside of it."
+    )
+    with pytest.raises(RuntimeError, match=exactly(message)):
+        arguments.refuse_unstorable([model])
+    arguments.refuse_unstorable([copy.deepcopy(model)])
+
+
+COMPILED: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "script": torch.jit.script,
+    "trace": lambda model: torch.jit.trace(model, torch.ones(2, 2)),
+}
+
+
+@pytest.mark.parametrize("by", COMPILED)
+@pytest.mark.parametrize("is_part", [False, True])
+@pytest.mark.parametrize("level", OPT_LEVELS)
+def test_what_torch_jit_compiled_is_refused_before_anything_is_changed(
+    amp: ModuleType, by: str, is_part: bool, level: str
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit's of itself
+        compiled = COMPILED[by](nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    model = nn.Sequential(nn.ReLU(), compiled) if is_part else compiled
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if is_part and level in ("O0", "O1", "O4"):  # which leave it as it is
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        assert model(torch.ones(2, 2)).dtype is torch.float32
+        return
+    place = r"at '1'\." if is_part else r"as the model\."
+    with pytest.raises(
+        TypeError, match=f"models must be in Python .* of torch.jit {place} Call"
+    ) as refused:
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    assert ("take opt_level 'O1'" in str(refused.value)) is is_part
+    assert {t.dtype for t in model.state_dict().values()} == {torch.float32, torch.int64}
+    model(torch.ones(2, 2)).sum().backward()
+    optimizer.step()
