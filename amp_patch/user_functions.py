@@ -205,11 +205,13 @@ def _register(module: Any, name: str, rule: str) -> None:
             "class: 'forward' of that class."
         )
     # A rule for results would have torch write to a cast, of which nobody hears.
-    is_in_place = name.endswith("_") and not name.endswith("__") and _is_torchs(module, found)
+    is_in_place = (
+        name.endswith("_") and not name.endswith("__") and _belongs_to_torch(module, found)
+    )
     session.functions.register(module, name, "in_place" if is_in_place else rule)
 
 
-def _is_torchs(owner: Any, function: Any) -> bool:
+def _belongs_to_torch(owner: Any, function: Any) -> bool:
     """Return whether a function is torch's: methods of tensors do not say so themselves."""
     named = (function, "__module__"), (owner, "__module__"), (owner, "__name__")
     return any(is_left_alone(getattr(one, name, None) or "") for one, name in named)

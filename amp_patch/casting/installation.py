@@ -51,7 +51,7 @@ def install(
     for module, name, rule in registered:
         found = resolve_in(module, name)
         registered_rules[id(found[2])] = rule
-        torchs = _is_torchs(found[2])
+        torchs = _names_torch_as_its_module(found[2])
         only_torchs = only_torchs and torchs
         installation.replace(found, rule, alone=torchs)
     # First the user's: of a function found in several places (`torch.conv2d` and
@@ -181,7 +181,7 @@ class _Installation:
         return wrapper
 
 
-def _is_torchs(function: Any) -> bool:
+def _names_torch_as_its_module(function: Any) -> bool:
     return str(getattr(function, "__module__", "")).partition(".")[0] == "torch"
 
 

@@ -105,7 +105,7 @@ def install(patches: Patches) -> None:
     standardization do.
     """
     for kind, call in _CALLS.items():
-        if _is_torchs(kind):
+        if _has_torchs_forward(kind):
             patches.replace(kind, "forward", _reading(kind, call, kind.forward))
 
 
@@ -119,7 +119,7 @@ def install_for_half(patches: Patches) -> None:
             _OF_ONE_DTYPE[function] = of_half
     install(patches)
     for kind in _OTHERS:
-        if _is_torchs(kind):
+        if _has_torchs_forward(kind):
             patches.replace(kind, "forward", _taking(kind.forward))
 
 
@@ -128,7 +128,7 @@ def forget_half() -> None:
     _OF_ONE_DTYPE.clear()
 
 
-def _is_torchs(kind: type[nn.Module]) -> bool:
+def _has_torchs_forward(kind: type[nn.Module]) -> bool:
     own = vars(sys.modules[kind.__module__])
     return type(kind.forward) is FunctionType and kind.forward.__globals__ is own
 

@@ -111,7 +111,7 @@ class Casts:
         cast_weight = self._cache.cast
         # What torch does in C writes to no argument, and keeps none but for its backward.
         torchs = _beneath(original)
-        cast_activation = shared_cast if _is_torchs_in_c(torchs) else None
+        cast_activation = shared_cast if _is_in_torchs_c(torchs) else None
         takes_sparse = _name(original) in _TAKE_SPARSE
         original = right_on_cpu(original)
 
@@ -133,7 +133,7 @@ class Casts:
             return original(*[to_dtype(value, dtype, *casts) for value in args], **kwargs)
 
         usual = next((make for functions, make in _USUAL if torchs in functions), None)
-        if usual is None or not _is_torchs(torchs):
+        if usual is None or not _is_unreplaced(torchs):
             return wrapper
         casts_now = casts_by_grad(self._cache.cast_plainly, self._cache.cast_now)
         return usual(casts_now, fixed, original, wrapper)
@@ -189,13 +189,13 @@ def _beneath(function: Function) -> Function:
     return stood_for(function) or function
 
 
-def _is_torchs(function: Function) -> bool:
+def _is_unreplaced(function: Function) -> bool:
     """Tell torch's own function from one that stood in its place before amp_patch was imported."""
     in_python = getattr(function, "__globals__", None) is vars(torch.functional)
-    return in_python or _is_torchs_in_c(function)
+    return in_python or _is_in_torchs_c(function)
 
 
-def _is_torchs_in_c(function: Function) -> bool:
+def _is_in_torchs_c(function: Function) -> bool:
     if isinstance(function, types.MethodDescriptorType):
         return issubclass(Tensor, function.__objclass__)
     of_torch = str(function.__module__).partition(".")[0] == "torch"

@@ -38,11 +38,11 @@ class DirectStep:
         # An LR scheduler wraps the step to see that it was called, which `FusedStep` tells it, too.
         is_schedulers = hasattr(own, "_wrapped_by_lr_sched")
         is_kept = is_schedulers and getattr(own, "__wrapped__", None) is type(optimizer).step
-        is_known = type(optimizer) in _KNOWN and _is_torchs(type(optimizer).step)
+        is_known = type(optimizer) in _KNOWN and _was_written_in_torch_optim(type(optimizer).step)
         if not (is_known and (own is None or is_kept)):
             return False
         _, _, function = _called_by(type(optimizer).step)
-        return _is_torchs(function)
+        return _was_written_in_torch_optim(function)
 
     def is_right(self, optimizer: Optimizer) -> bool:
         """Return whether the next step may be made so: all is as it was when it was set up."""
@@ -110,7 +110,7 @@ def _called_by(step: Any) -> tuple[dict[str, Any], str, Any]:
     return names, name, names.get(name)
 
 
-def _is_torchs(function: Any) -> bool:
+def _was_written_in_torch_optim(function: Any) -> bool:
     """Return whether a function, and all that it wraps, was written in torch.optim."""
     while function is not None:
         if type(function) is not FunctionType:  # an object may say that it is one

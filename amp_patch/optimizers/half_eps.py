@@ -31,7 +31,7 @@ def warn_of_eps(optimizer: Optimizer) -> None:
         halves = [one for one in group["params"] if one.dtype is torch.float16]
         if any(one.requires_grad and _adds_in_half(optimizer, group, one) for one in halves):
             name = type(optimizer).__name__
-            module = "torch.optim." if _is_torchs(optimizer) else ""
+            module = "torch.optim." if _is_of_torch_optim(optimizer) else ""
             warn_once(
                 f"an optimizer that steps float16 weights needs an eps that float16 can hold; got "
                 f"{name} with eps={eps:g}, which is 0 there: a gradient of 0 makes NaN of its "
@@ -52,7 +52,7 @@ def watch_first_step(optimizer: Optimizer) -> Callable[[], None]:
     halves = (
         one.dtype is torch.float16 for group in optimizer.param_groups for one in group["params"]
     )
-    if _is_torchs(optimizer) or not any(halves):
+    if _is_of_torch_optim(optimizer) or not any(halves):
         return lambda: None
     has_looked = False
 
@@ -66,13 +66,13 @@ def watch_first_step(optimizer: Optimizer) -> Callable[[], None]:
     return optimizer.register_step_post_hook(look).remove
 
 
-def _is_torchs(optimizer: Optimizer) -> bool:
+def _is_of_torch_optim(optimizer: Optimizer) -> bool:
     return type(optimizer).__module__.startswith("torch.optim")
 
 
 def _adds_in_half(optimizer: Optimizer, group: Mapping[str, object], param: Tensor) -> bool:
     """Tell whether an optimizer adds ``eps`` to float16 numbers of a parameter's state."""
-    if _is_torchs(optimizer):
+    if _is_of_torch_optim(optimizer):
         # torch's fused kernels compute in float32
         return not (isinstance(optimizer, (Adam, AdamW)) and group.get("fused"))
     state = optimizer.state.get(param)
