@@ -1,4 +1,4 @@
-"""Which word a misspelled one was meant to be; for messages."""
+"""Which word, or which of several, a misspelled one was meant to be; for messages."""
 
 from __future__ import annotations
 
@@ -30,9 +30,19 @@ def meant(given: object, words: Collection[str], likeness: float = 0.7) -> str |
     text = str(given).removeprefix("torch.").lower()
     if text in _ALSO:
         return next((word for word in _ALSO[text] if word in words), None)
+    return next(iter(near(text, words, likeness)), None)
+
+
+def near(given: str, words: Collection[str], likeness: float = 0.7) -> list[str]:
+    """Return up to three of ``words`` that are like what was given, the likeliest first.
+
+    Args:
+        given: in letters of either case.
+        words: all that there are.
+        likeness: from 0 to 1, the least that counts.
+    """
     by_text = {word.lower(): word for word in words}
-    near = difflib.get_close_matches(text, by_text, 1, likeness)
-    return by_text[near[0]] if near else None
+    return [by_text[one] for one in difflib.get_close_matches(given.lower(), by_text, 3, likeness)]
 
 
 def did_you_mean(given: object, words: Collection[str]) -> str:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from amp_patch.casting.patched_functions import USER_RULES
-from amp_patch.did_you_mean import did_you_mean, meant
+from amp_patch.did_you_mean import did_you_mean, meant, near
 from amp_patch.rules_file import PRECISIONS
 
 
@@ -34,6 +34,13 @@ def test_the_rule_that_was_meant(
 ) -> None:
     assert meant(given, USER_RULES) == of_functions
     assert meant(given, PRECISIONS) == of_modules
+
+
+def test_several_that_are_near_come_in_order() -> None:
+    words = ["softmax", "softmin", "softplus", "tanh"]
+    assert near("Softmi", words) == ["softmin", "softmax"]
+    assert near("softmi", words, likeness=0.9) == ["softmin"]
+    assert near("zzz", words) == []
 
 
 def test_a_sentence_ends_with_the_question_or_without_one() -> None:

@@ -6,13 +6,14 @@ Knows torch's public places and the schemas of its operators; replaces nothing.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import pkgutil
 import types
 from collections.abc import Mapping
 
 import torch
+
+from amp_patch.did_you_mean import near
 
 from . import rules
 
@@ -267,7 +268,7 @@ def _suggestion(name: str) -> str:
         if not attribute.endswith("_") and _is_function(getattr(owner, attribute, None))
     }
     begun = sorted((n for n in known if n.startswith(name)), key=lambda n: (len(n), n))[:3]
-    close = begun or difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.7)
+    close = begun or near(name, sorted(known))
     if close:
         guess = f"; did you mean {' or '.join(map(repr, close))}?"
         return f"{guess} Call amp.initialize(..., rules={{{close[0]!r}: 'float'}})"

@@ -7,7 +7,6 @@ after Ctrl-C or another signal 128 and the signal's number.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import io
 import os
@@ -18,6 +17,7 @@ from typing import Any
 import click
 
 from amp_patch import __version__
+from amp_patch.did_you_mean import near
 from amp_patch.rules_file import RULES_BY
 
 from .launch import exit_code_of, signals_interrupt
@@ -122,7 +122,7 @@ def _no_command(args: list[str]) -> str:
     name = args[0]
     if name.endswith(".py") or Path(name).is_file():
         return f"{name} is no command; did you mean `amp-patch run {' '.join(args)}`?"
-    close = difflib.get_close_matches(name, COMMANDS, n=1)
+    close = near(name, COMMANDS, likeness=0.6)
     mend = f"did you mean {close[0]!r}?" if close else f"the commands are {', '.join(COMMANDS)}"
     return f"No such command {name!r}; {mend}"
 
