@@ -109,11 +109,11 @@ class Gradients:
     def adopt(self, param: Tensor, master: Tensor, scale: float | Tensor) -> None:
         """Take over a gradient that a parameter had when it came to the optimizer.
 
-        It is multiplied by ``scale``, of a block of other optimizers. One that overflowed is gone,
-        as it would be behind a skipped step.
+        It is multiplied by ``scale``, of a block of other optimizers, or 1. One that overflowed is
+        gone, as it would be behind a skipped step.
         """
-        grad = stored_grad(param)
-        if grad is None:
+        grad, is_true = stored_grad(param), not isinstance(scale, Tensor) and scale == 1.0
+        if grad is None or (is_true and self.scaled.scale is None):
             return
         if param is not master:
             if self._lazy is not None:

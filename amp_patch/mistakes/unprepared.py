@@ -169,10 +169,11 @@ class UnpreparedParams:
         self._params += _Watched.here(param for param in gone if param.requires_grad)
         ids = set(map(id, new))
         self._params = [one for one in self._params if id(one.param()) not in ids]
-        known = [(param, self._scaled.pop(id(param), None)) for param in new]
-        return [
-            (param, one.scale) for param, one in known if one is not None and one.left() is not None
-        ]
+        return [(param, self._scale_of(param)) for param in new if stored_grad(param) is not None]
+
+    def _scale_of(self, param: Tensor) -> float | Tensor:
+        known = self._scaled.pop(id(param), None)
+        return 1.0 if known is None or known.left() is None else known.scale
 
     @contextlib.contextmanager
     def unscaling(self) -> Iterator[None]:

@@ -25,10 +25,13 @@ class Strays(Protocol):
     def follow(
         self, before: Sequence[Tensor], now: Sequence[Tensor]
     ) -> list[tuple[Tensor, float | Tensor]]:
-        """Note that an optimizer holds other parameters; return new ones with what scales theirs.
+        """Note that an optimizer holds other parameters.
 
         Args:
             before, now: the parameters of the model that it holds.
+
+        Returns:
+            New ones that have a gradient, each with what this is multiplied by.
         """
 
 
@@ -45,8 +48,8 @@ class HeldParams:
         masters, steps_halves: as given.
         ranks: as given, or as the parameters say. Right from a call of `pairs` on.
         firsts: of each group the first parameter that has a master. As of the last call of `pairs`.
-        joined: parameters that have come to the optimizer with a gradient that is multiplied by a
-            loss scale, and this scale; emptied by who takes these over. Likewise.
+        joined: parameters that have come to the optimizer with a gradient, and what this is
+            multiplied by; emptied by who takes these over. Likewise.
     """
 
     def __init__(
