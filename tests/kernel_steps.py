@@ -16,7 +16,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from amp_patch import amp, kernels
-from amp_patch.kernels import Cast, Comparison, ScalerState, Unscale, cuda_cross_entropy
+from amp_patch.kernels import ScalerState, caster, comparison, cuda_cross_entropy, unscaler
 from amp_patch.optimizers import FusedLAMB
 from amp_patch.scaling.loss_scaler import LossScaler
 from amp_patch.scaling.scale_rule import ScaleRule
@@ -51,9 +51,9 @@ class Step:
         self.sums = [torch.zeros_like(master) for master in self.masters]
         self.rule = ScaleRule(init_scale=4.0)
         self.state = ScalerState(LossScaler(self.rule), device)
-        self.unscale = Unscale(self.grads, self.received)
-        self.cast = Cast(self.masters, self.halves)
-        self.comparison = Comparison(self.masters, self.halves)
+        self.unscale = unscaler(self.grads, self.received)
+        self.cast = caster(self.masters, self.halves)
+        self.comparison = comparison(self.masters, self.halves)
 
     def run(self) -> kernels.GradCheck:
         self.comparison.reconcile(lambda: [True] * len(self.masters))

@@ -33,7 +33,7 @@ _NO_VERSION = -1
 #: number: two losses that take turns, as in a GAN, are looked at both.
 _LOOK_EVERY = 17
 _FIRST_PAUSE = 16
-#: `kernels.Cast` has one list of what it writes to.
+#: `kernels.caster` has one list of what it writes to.
 _LISTS_OF_BULK = 1
 _VERSION = operator.attrgetter("_version")
 _SHAPE = operator.attrgetter("shape")
@@ -265,7 +265,7 @@ class Bulk:
         self.entries = list(entries)
         self.params = [entry.param for entry in entries]
         self._large = [entry for entry in entries if entry.is_large]
-        self._cast = kernels.Cast(self.params, [entry.cast for entry in entries])
+        self._cast = kernels.caster(self.params, [entry.cast for entry in entries])
         slots = [owner.slot() for owner in owners]
         self._registries = [registry for registry, _ in slots]
         self._names = [name for _, name in slots]

@@ -18,7 +18,7 @@ from torch import Tensor
 from amp_patch import kernels
 from amp_patch.casting.mode import HALVES
 from amp_patch.distributed.shards import any_spread, local, spread_as
-from amp_patch.kernels import CudaCheck, GradCheck, small_tensors, torch_kernels
+from amp_patch.kernels import CudaGradCheck, GradCheck, small_tensors, torch_kernels
 from amp_patch.kernels.dense_rows import chosen
 from amp_patch.kernels.getters import DTYPE, IS_CPU, IS_SPARSE
 from amp_patch.kernels.reusable import Reusable
@@ -74,7 +74,7 @@ class GradientBuffers:
         self.rows_of_masters = rows = list(compress(range(len(pairs.model)), self._has_master))
         self._kinds = _by_kind({row: [column[row] for column in self._parts] for row in rows})
         self._checker: kernels.Checker | None = None
-        self._unscale = kernels.Unscale(*self._parts)
+        self._unscale = kernels.unscaler(*self._parts)
         small = [
             master if param is not master and small_tensors.is_small(master) else None
             for param, master in zip(*self._parts, strict=True)
@@ -98,13 +98,13 @@ class GradientBuffers:
         is_known = pairs is self._pairs or all(map(are_same, pairs, self._pairs))
         return is_known and _devices(pairs) == self._devices
 
-    def check(self, grads: list[Tensor], scale: float | Tensor) -> CudaCheck | None:
+    def check(self, grads: list[Tensor], scale: float | Tensor) -> CudaGradCheck | None:
         """Check gradients, and unscale only those that have no master; None where no kernel does.
 
         The optimizer's fused step unscales the others when it reads them.
         """
         if self._checker is None:
-            self._checker = kernels.Check(*self._parts)
+            self._checker = kernels.checker(*self._parts)
         return self._checker.look(
             self._local(grads), self._parts.master, self._without_master, scale
         )

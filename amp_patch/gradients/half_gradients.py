@@ -14,7 +14,7 @@ from torch import Tensor
 
 from amp_patch import kernels
 from amp_patch.casting.mode import HALVES
-from amp_patch.kernels import CudaCheck, torch_kernels
+from amp_patch.kernels import CudaGradCheck, torch_kernels
 from amp_patch.kernels.getters import VERSION
 from amp_patch.kernels.strips import cut
 
@@ -48,7 +48,7 @@ class UnscaledLater:
         self.refuse_written(rows)
         sources = [self.grads[row] for row in rows]
         targets = [torch.empty_like(source, dtype=torch.float32) for source in sources]
-        kernels.Unscale(sources, targets).run(sources, targets, self.scale)
+        kernels.unscaler(sources, targets).run(sources, targets, self.scale)
         if self.clip is not None:
             kernels.multiply(targets, self.clip)
         return targets
@@ -95,7 +95,11 @@ class HalfGradients(UnscaledLater):
     """
 
     def __init__(
-        self, grads: Sequence[Tensor], scale: float | Tensor, check: CudaCheck, rows: Sequence[int]
+        self,
+        grads: Sequence[Tensor],
+        scale: float | Tensor,
+        check: CudaGradCheck,
+        rows: Sequence[int],
     ) -> None:
         super().__init__(grads, scale)
         self._check, self._checked_as = check, list(rows)
@@ -153,7 +157,7 @@ class LargeInHalf:
         ]
 
     def _unscaled(self, half: Tensor, into: Tensor | None = None) -> Tensor:
-        # The bits of `kernels.Unscale`, in one pass: times one number, not 0-dim, it is fp32.
+        # The bits of `kernels.unscaler`, in one pass: times one number, not 0-dim, it is fp32.
         inverse = self._inverse if half.is_cpu else self._inverse.to(half.device)
         exact = torch.mul(half, inverse, out=into)
         return exact if self._large.clip is None else exact.mul_(self._large.clip)

@@ -5,37 +5,37 @@ import from here; `choice` decides for each list whether kernels or torch's func
 """
 
 from .choice import (
-    Cast,
-    Check,
     Checker,
-    Comparison,
-    Unscale,
     accumulate,
     are_on_cuda,
     are_used,
+    caster,
+    checker,
     clip_by_norm,
+    comparison,
     cross_entropy,
     is_on_cuda,
     reset,
+    unscaler,
     update_scale,
 )
 from .cuda_compiler import source
-from .cuda_kernels import GradCheck as CudaCheck
+from .cuda_kernels import GradCheck as CudaGradCheck
 from .host_copy import HostCopy
 from .scaler_state import ScalerState
 from .torch_kernels import Flags, GradCheck, alike, multiply, values
 
 __all__ = [
-    "Cast",
-    "Check",
+    "caster",
+    "checker",
     "Checker",
-    "Comparison",
-    "CudaCheck",
+    "comparison",
+    "CudaGradCheck",
     "Flags",
     "GradCheck",
     "HostCopy",
     "ScalerState",
-    "Unscale",
+    "unscaler",
     "accumulate",
     "alike",
     "are_on_cuda",

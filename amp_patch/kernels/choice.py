@@ -23,10 +23,8 @@ from .scaler_state import Rule, ScalerState
 _NUMBER = Tensor.get_device
 _IS_CUDA = operator.attrgetter("is_cuda")
 
-# These four are called as the classes would be of which they return an instance.
 
-
-def Unscale(
+def unscaler(
     sources: Sequence[Tensor], targets: Sequence[Tensor]
 ) -> torch_kernels.Unscale | cuda_kernels.Unscale:
     """Return what unscales and checks gradients; see `torch_kernels.Unscale`."""
@@ -35,11 +33,11 @@ def Unscale(
     return torch_kernels.Unscale(sources, targets)
 
 
-#: What `Check` returns.
+#: What `checker` returns.
 Checker = torch_kernels.Check | cuda_kernels.Check
 
 
-def Check(sources: Sequence[Tensor], models: Sequence[Tensor]) -> Checker:
+def checker(sources: Sequence[Tensor], models: Sequence[Tensor]) -> Checker:
     """Return what checks gradients without unscaling them; see `cuda_kernels.Check`.
 
     Torch has no function for that: what stands for it checks nothing, and says so.
@@ -49,7 +47,7 @@ def Check(sources: Sequence[Tensor], models: Sequence[Tensor]) -> Checker:
     return torch_kernels.Check(sources, models)
 
 
-def Cast(
+def caster(
     sources: Sequence[Tensor], targets: Sequence[Tensor]
 ) -> torch_kernels.Cast | cuda_kernels.Cast:
     """Return what copies tensors into those of another dtype; see `torch_kernels.Cast`."""
@@ -58,7 +56,7 @@ def Cast(
     return torch_kernels.Cast(sources, targets)
 
 
-def Comparison(sources: Sequence[Tensor], copies: Sequence[Tensor]) -> torch_kernels.Comparison:
+def comparison(sources: Sequence[Tensor], copies: Sequence[Tensor]) -> torch_kernels.Comparison:
     """Return what compares tensors with their copies; see `torch_kernels.Comparison`."""
     if _is_for_kernels("Comparison", sources, copies):
         return cuda_kernels.Comparison(sources, copies)

@@ -37,7 +37,7 @@ def own_methods(optimizer: Optimizer) -> list[str]:
     Such as ``first_step`` of SAM, ``update_hessian`` of Sophia, ``train`` of a schedule-free one.
     """
     classes = type(optimizer).__mro__
-    of_torch = set(chain.from_iterable(vars(one) for one in classes if _is_torchs(one)))
+    of_torch = set(chain.from_iterable(vars(one) for one in classes if _is_left_alone(one)))
     return [
         name
         for name in dict.fromkeys(chain.from_iterable(vars(one) for one in classes))
@@ -62,7 +62,7 @@ def bases_without_hooks(optimizer: Optimizer) -> list[type[Optimizer]]:
     ]
 
 
-def _is_torchs(kind: type) -> bool:
+def _is_left_alone(kind: type) -> bool:
     return kind is object or is_left_alone(kind.__module__)
 
 

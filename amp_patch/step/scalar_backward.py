@@ -31,7 +31,7 @@ def short_for_scalars(original: Callable[..., Any]) -> Callable[..., Any]:
         original: serves all other calls. One that is not torch's own is returned as it is.
     """
     run = _run
-    if run is None or not _is_torchs(original):
+    if run is None or not _is_of_torch_autograd(original):
         return original
 
     @never_trace
@@ -64,7 +64,7 @@ def short_for_scalars(original: Callable[..., Any]) -> Callable[..., Any]:
 _NO_INPUTS = {"inputs": None}
 
 
-def _is_torchs(function: Any) -> bool:
+def _is_of_torch_autograd(function: Any) -> bool:
     return type(function) is FunctionType and function.__globals__["__name__"] == "torch.autograd"
 
 

@@ -6,7 +6,6 @@ Knows a model's modules and their paths; nothing of levels, nor where the rules 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -19,6 +18,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from amp_patch.casting.mode import HALVES, mode
 from amp_patch.casting.regions import FloatRegion, HalfRegion, end_block
 from amp_patch.casting.torch_compile import order_hooks
+from amp_patch.did_you_mean import near
 
 from .half_model import FollowsCopies, cast_floats, dtype_of_weights, remove_hooks
 
@@ -239,9 +239,9 @@ def _matches(path: str, pattern: str) -> bool:
 
 def _unknown(pattern: str, paths: Iterable[str]) -> str:
     names = [path for path in dict.fromkeys(paths) if path]
-    near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.6)
-    guess = f"; did you mean {' or '.join(map(repr, near))}?" if near else "."
-    example = (near or names or ["blocks.0"])[0]
+    close = near(pattern, names, likeness=0.6)
+    guess = f"; did you mean {' or '.join(map(repr, close))}?" if close else "."
+    example = (close or names or ["blocks.0"])[0]
     return (
         "a rule of a module must name one of the model's, as model.named_modules() does, or a "
         f'pattern that some match; got {pattern!r}{guess} Write "{example}" = "float".'

@@ -39,7 +39,7 @@ class Rounding:
     def _forget_kernels(self) -> None:
         self.comparison: torch_kernels.Comparison | None = None
         self._known: tuple[int, int, Sequence[int]] = (0, 0, ())
-        self._cast = kernels.Cast([], [])
+        self._cast = kernels.caster([], [])
         self._others: tuple[list[int], torch_kernels.Comparison] | None = None
 
     def forget(self) -> None:
@@ -72,8 +72,8 @@ class Rounding:
             self._known = known
             masters = self._pairs.local_masters()
             self._moved.note_places()
-            self._cast = kernels.Cast(masters, params)
-            self.comparison = kernels.Comparison(masters, params)
+            self._cast = kernels.caster(masters, params)
+            self.comparison = kernels.comparison(masters, params)
             self._others = None
         return self.comparison
 
@@ -110,4 +110,4 @@ class Rounding:
 
     def _compared(self, rows: Sequence[int]) -> torch_kernels.Comparison:
         masters, params = self._pairs.local_masters(), self._pairs.local_params()
-        return kernels.Comparison([masters[row] for row in rows], [params[row] for row in rows])
+        return kernels.comparison([masters[row] for row in rows], [params[row] for row in rows])

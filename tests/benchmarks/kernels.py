@@ -158,15 +158,15 @@ def simple_run(name: str, shapes: list[Shape], device: torch.device) -> Callable
     grads = [torch.full_like(half, 1e-4) for half in halves]
     received = [torch.zeros_like(master) for master in masters]
     scale, inverse = torch.ones(1, device=device), torch.ones(1, device=device)
-    comparison = kernels.Comparison(masters, halves)
+    comparison = kernels.comparison(masters, halves)
     runs: list[Callable[[], object]] = [
         lambda: copy_each(received, masters),
-        functools.partial(kernels.Unscale(grads, received).run, grads, received, scale),
-        functools.partial(kernels.Unscale(received, received).run, received, received, scale),
+        functools.partial(kernels.unscaler(grads, received).run, grads, received, scale),
+        functools.partial(kernels.unscaler(received, received).run, received, received, scale),
         lambda: torch_unscale(received, inverse),
         lambda: kernels.accumulate(received, masters),
         lambda: torch._foreach_add_(received, masters),
-        kernels.Cast(masters, halves).run,
+        kernels.caster(masters, halves).run,
         lambda: torch._foreach_copy_(halves, masters),
         lambda: comparison.reconcile(lambda: [True] * len(masters)),
         lambda: kernels.clip_by_norm(received, 1.0, 2.0),

@@ -25,26 +25,26 @@ def gpu(monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config) -> Gpu:
 
 def chosen(*tensors: Tensor) -> ModuleType:
     """Return the module whose operation is chosen for these tensors."""
-    return sys.modules[type(kernels.Cast(tensors, tensors)).__module__]
+    return sys.modules[type(kernels.caster(tensors, tensors)).__module__]
 
 
 def test_each_operation_goes_to_the_kernels_on_a_gpu(gpu: Gpu) -> None:
     full, half = [torch.ones(3)], [torch.ones(3).half()]
     launched = gpu.modules.launched
-    check = kernels.Unscale(half, full).run(half, full, torch.tensor(2.0))
+    check = kernels.unscaler(half, full).run(half, full, torch.tensor(2.0))
     assert isinstance(check, cuda_kernels.GradCheck)
     assert launched.pop(0) == "unscale_float16_to_float32"
-    kernels.Cast(full, half).run()
+    kernels.caster(full, half).run()
     assert half[0].tolist() == [0.5] * 3
     kernels.accumulate(full, half)
     assert full[0].tolist() == [1.0] * 3
-    comparison = kernels.Comparison(full, half)
+    comparison = kernels.comparison(full, half)
     comparison.note_equal()
     assert comparison.differs()
     comparison.reconcile(lambda: [True])
     assert not comparison.differs()
-    found = kernels.Check(half, full).look(half, full, [False], 2.0)
-    assert isinstance(found, kernels.CudaCheck)
+    found = kernels.checker(half, full).look(half, full, [False], 2.0)
+    assert isinstance(found, kernels.CudaGradCheck)
     assert kernels.clip_by_norm(full, 9.0, 2.0).item() == pytest.approx(3**0.5)
     state = ScalerState(LossScaler(ScaleRule()), torch.device("cpu"))
     kernels.update_scale(state, torch.ones(1), ScaleRule())
@@ -58,13 +58,13 @@ def test_each_operation_goes_to_the_kernels_on_a_gpu(gpu: Gpu) -> None:
 def test_on_a_cpu_each_operation_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "cuda_kernels", SimpleNamespace(SOURCES=cuda_kernels.SOURCES))
     full, half = [torch.ones(3)], [torch.ones(3).half()]
-    check = kernels.Unscale(half, full).run(half, full, 2.0)
+    check = kernels.unscaler(half, full).run(half, full, 2.0)
     assert type(check) is kernels.GradCheck
-    kernels.Cast(full, half).run()
+    kernels.caster(full, half).run()
     kernels.accumulate(full, half)
     kernels.clip_by_norm(full, 9.0, 2.0)
-    kernels.Comparison(full, half).reconcile(lambda: [True])
-    assert kernels.Check(half, full).look(half, full, [True], 2.0) is None
+    kernels.comparison(full, half).reconcile(lambda: [True])
+    assert kernels.checker(half, full).look(half, full, [True], 2.0) is None
     assert half[0].tolist() == [1.0] * 3
     state = ScalerState(LossScaler(ScaleRule()), torch.device("cpu"))
     kernels.update_scale(state, torch.ones(1), ScaleRule())
@@ -127,7 +127,7 @@ def test_other_values_are_refused(monkeypatch: pytest.MonkeyPatch, value: str) -
         f"works; got {value!r}; call os.environ.pop('AMP_PATCH_KERNELS') or unset it in the shell."
     )
     with pytest.raises(ValueError, match=message):
-        kernels.Unscale([], [])
+        kernels.unscaler([], [])
 
 
 @pytest.mark.parametrize("build", ["CPU", "ROCm"])
@@ -144,7 +144,7 @@ def test_cupy_is_refused_where_no_cuda_is(
         r"and \d+ devices; call os.environ.pop\('AMP_PATCH_KERNELS'\) or unset it in the shell."
     )
     with pytest.raises(RuntimeError, match=message):
-        kernels.Unscale([], [])
+        kernels.unscaler([], [])
 
 
 @pytest.fixture

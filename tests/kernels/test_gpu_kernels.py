@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from amp_patch import cuda_graph, kernels
 from amp_patch.gradients.watched_bits import WATCHED_PASSES
-from amp_patch.kernels import ScalerState, Unscale, cuda_kernels, scaler_state
+from amp_patch.kernels import ScalerState, cuda_kernels, scaler_state, unscaler
 from amp_patch.kernels.host_copy import HostCopy
 from amp_patch.scaling.loss_scaler import LossScaler
 from amp_patch.scaling.scale_rule import ScaleRule
@@ -81,7 +81,7 @@ def test_new_addresses_are_uploaded_without_waiting(
 
 def test_operations_run_on_the_current_stream(gpu: torch.device) -> None:
     grads, targets = [torch.zeros(70_000, device=gpu)], [torch.zeros(70_000, device=gpu)]
-    unscale = Unscale(grads, targets)
+    unscale = unscaler(grads, targets)
     for value in (2.0, 4.0, 8.0):
         stream = torch.cuda.Stream(gpu)
         stream.wait_stream(torch.cuda.current_stream(gpu))
@@ -130,7 +130,7 @@ def test_lists_over_several_devices() -> None:
     devices = [torch.device("cuda", index) for index in (0, 1, 0)]
     grads = [torch.full((9,), 2.0, device=device) for device in devices]
     grads[1][4] = torch.inf
-    check = Unscale(grads, grads).run(grads, grads, 2.0)
+    check = unscaler(grads, grads).run(grads, grads, 2.0)
     assert check.nonfinite() == [(1, "inf")]
     assert [flag.item() for flag in check.found_inf] == [0.0, 1.0]
     assert torch.cuda.current_device() == 0
@@ -162,7 +162,7 @@ def test_a_step_can_be_captured_and_replayed(gpu: torch.device) -> None:
 
 def test_what_a_graph_copies_from_outlives_the_operations(gpu: torch.device) -> None:
     grads = [torch.full((9,), 4.0, device=gpu)]
-    unscale = Unscale(grads, grads)
+    unscale = unscaler(grads, grads)
     unscale.run(grads, grads, 2.0)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -178,7 +178,7 @@ def test_what_a_graph_copies_from_outlives_the_operations(gpu: torch.device) -> 
 def test_the_same_bits_come_out_on_every_run(gpu: torch.device) -> None:
     grads = [torch.randn(n, device=gpu) for n in (10_000_001, 3, 40_000)]
     targets = [torch.empty_like(grad) for grad in grads]
-    norms = {Unscale(grads, targets).run(grads, targets, 3.0).norm().item() for _ in range(20)}
+    norms = {unscaler(grads, targets).run(grads, targets, 3.0).norm().item() for _ in range(20)}
     assert len(norms) == 1
 
 
@@ -188,7 +188,7 @@ def test_more_than_2_to_the_31_elements(gpu: torch.device) -> None:
         pytest.skip(f"needs 6 GiB of free memory; {free / 2**30:.1f} GiB are")
     grads = [torch.ones(2**31 + 70_001, dtype=torch.float16, device=gpu)]
     grads[0][-1] = torch.nan
-    check = Unscale(grads, grads).run(grads, grads, 2.0)
+    check = unscaler(grads, grads).run(grads, grads, 2.0)
     assert check.nonfinite() == [(0, "NaN")]
     assert grads[0][-70_001:-1].unique().tolist() == [0.5]
 

@@ -18,7 +18,7 @@ def checked() -> tuple[Tensors, LateCheck]:
     for param, value in zip(params, (1.0, INF), strict=True):
         param.grad = torch.full((2,), value)
     grads = [param.grad for param in params]
-    return params, LateCheck(kernels.Unscale(grads, grads).run(grads, grads, 1.0), params)
+    return params, LateCheck(kernels.unscaler(grads, grads).run(grads, grads, 1.0), params)
 
 
 def test_it_tells_while_the_gradients_are_as_they_were() -> None:

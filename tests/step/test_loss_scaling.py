@@ -37,7 +37,7 @@ def found(value: float) -> Found:
     """Return the check of one gradient with this value."""
     param = nn.Parameter(torch.zeros(1))
     param.grad = torch.tensor([value])
-    check = kernels.Unscale([param.grad], [param.grad]).run([param.grad], [param.grad], 1.0)
+    check = kernels.unscaler([param.grad], [param.grad]).run([param.grad], [param.grad], 1.0)
     return check, Tensors([param])
 
 

@@ -16,7 +16,7 @@ def found(*values: list[float]) -> Found:
     for param, one in zip(params, values, strict=True):
         param.grad = torch.tensor(one)
     grads = [param.grad for param in params]
-    return kernels.Unscale(grads, grads).run(grads, grads, 1.0), params
+    return kernels.unscaler(grads, grads).run(grads, grads, 1.0), params
 
 
 def of_size(param: Tensor) -> str:
