@@ -19,6 +19,7 @@ def optimizers_of(optimizers: Any) -> list[Optimizer]:
 
     Raises:
         TypeError: anything else, or LBFGS.
+        RuntimeError: one of parameters on the meta device.
     """
     if optimizers is None:
         return []
@@ -31,6 +32,7 @@ def optimizers_of(optimizers: Any) -> list[Optimizer]:
                 "amp.initialize(model, optimizer, opt_level=...)."
             )
     for optimizer in found:
+        _refuse_meta(optimizer)
         if isinstance(optimizer, LBFGS):
             raise TypeError(
                 "optimizers must evaluate the loss before they change anything; got LBFGS, whose "
@@ -38,6 +40,24 @@ def optimizers_of(optimizers: Any) -> list[Optimizer]:
                 "cannot be skipped. Train with LBFGS in float32, without amp.initialize()."
             )
     return found
+
+
+def _refuse_meta(optimizer: Optimizer) -> None:
+    """Raise for parameters without numbers, unless a mode answers for them.
+
+    ``model.to_empty()`` and a load put others in their place, of which the optimizer knows nothing.
+    """
+    if torch._C._len_torch_dispatch_stack():
+        return
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    count = sum(param.is_meta for param in params)
+    if count:
+        raise RuntimeError(
+            "optimizers of amp.initialize() step parameters that have numbers; got a "
+            f"{type(optimizer).__name__} with {count} on the meta device. Call "
+            "model.to_empty(device=...) and load its weights, then make the optimizer of "
+            "model.parameters(), then call amp.initialize()."
+        )
 
 
 def optimizers_for(call: str, optimizers: Any) -> list[Optimizer]:

@@ -25,6 +25,9 @@ class Giver(Protocol):
     def show_gradients(self) -> None:
         """Give masters their gradients; `GradientOffer.withdraw` comes first."""
 
+    def refuse_assignment(self) -> None:
+        """Raise where a script must not give a master a gradient of its own."""
+
 
 class GradientOffer:
     """Lets masters ask for their gradients, for a while.
@@ -92,6 +95,10 @@ def _read_grad(master: Tensor) -> Tensor | None:
 
 @never_trace
 def _set_grad(master: Tensor, grad: Tensor | None) -> None:
+    asking: Any = type(master)
+    giver = asking._giver()
+    if giver is not None and grad is not None:
+        giver.refuse_assignment()
     _ask(master)
     master.grad = grad
 

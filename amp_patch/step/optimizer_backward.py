@@ -156,8 +156,14 @@ class OptimizerBackward:
         if self.skip.outcome and self.gradients.are_left and not self.ranks.groups:
             self.skip.note_left()
         self.current.open(backward_pass, pairs if is_alone else self.pairs(), scale, is_scaled)
+        self.watch_block()
         if self.skip.is_possible and self._are_dropped():
             self.skip.forget_cleared()  # what overflowed
+
+    def watch_block(self) -> None:
+        """In a block: tell who reads masters' gradients, while mistakes are looked for."""
+        if self.current.is_open and self.zeroing.is_watched:
+            self.shown.watch_block()
 
     def _adopt(self) -> None:
         """Take over the gradients that parameters had when they came to the optimizer."""
@@ -189,12 +195,14 @@ class OptimizerBackward:
 
     def leave_scaled(self, scale: float | Tensor) -> None:
         """End the pass with the gradients scaled, for the next backward to add to."""
+        self.shown.end_block()
         self.zeroing.look_at_written(self.pairs())
         self.gradients.delay(self.pairs(), scale)
         self._end_pass()
 
     def receive(self, pairs: ParamPairs, scale: float | Tensor | None) -> TakenPass:
         """End the pass: take its gradients unscaled and checked, see `Gradients.receive`."""
+        self.shown.end_block()
         self.zeroing.look_at_written(pairs)
         try:
             return self.gradients.receive(pairs, scale)
@@ -205,6 +213,7 @@ class OptimizerBackward:
         self, pairs: ParamPairs, scale: float | Tensor | None
     ) -> tuple[GradCheck, Tensors]:
         """Do `receive` for a pass of this optimizer alone, see `Gradients.receive_alone`."""
+        self.shown.end_block()
         self.zeroing.look_at_written(pairs)
         try:
             return self.gradients.receive_alone(pairs, scale)
@@ -214,12 +223,14 @@ class OptimizerBackward:
     def abandon(self, pairs: ParamPairs) -> None:
         """End the pass as if there had been none: gradients are as before, see `put_back`."""
         self.current.close()
+        self.shown.withdraw()
         self.zeroing.abandon()
         self.gradients.put_back(pairs)
 
     def drop(self) -> None:
         """End a pass that failed after `receive` began: what was there before is lost, too."""
         self.current.close()
+        self.shown.withdraw()
         self.zeroing.abandon()
         self.gradients.drop(self.pairs())
 

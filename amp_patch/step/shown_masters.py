@@ -10,12 +10,15 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
+from torch import Tensor
+
 from amp_patch.gradients.foreign_gradients import ForeignGradients
 from amp_patch.gradients.gradient_offer import GradientOffer
 from amp_patch.gradients.gradients import Gradients
 from amp_patch.optimizers.fused_step import FusedStep
 from amp_patch.running_backward import is_in_backward
-from amp_patch.weights.parameter_lists import are_same, have_none
+from amp_patch.warn_once import warn_once
+from amp_patch.weights.parameter_lists import are_same, have_none, stored_grads
 
 from .current_pass import CurrentPass
 from .held_params import HeldParams
@@ -39,6 +42,14 @@ class _Reading(threading.local):
 _reading = _Reading()
 #: For torch's functions that clip: a write to a half parameter that follows is no second one.
 only_read = _reading.only
+
+
+_EARLY = (
+    "optimizers of amp.initialize() step fp32 masters where a model is stored in half, and these "
+    "get their gradients with the end of the scale_loss() block; got {} of one's .grad inside of "
+    "the block, behind its backward(). Use the gradients of model.parameters() there, which are "
+    "multiplied by amp.loss_scale(), or those of amp.master_params(optimizer) behind the block."
+)
 
 
 class ShownMasters:
@@ -67,6 +78,8 @@ class ShownMasters:
         self._gradients, self._fused = gradients, fused
         self._current, self._foreign = current, foreign
         self._offer = GradientOffer(self)
+        # the masters' own, when a script has read one in a block; None: in this one none has
+        self._known: list[Tensor | None] | None = None
 
     def show(self) -> None:
         """The user gets the masters, to read, write and differentiate by until the next step.
@@ -81,11 +94,59 @@ class ShownMasters:
             if stepped.wait_to_be_read and not self._gradients.are_pending:
                 self._offer.withdraw()  # most often it is for their values
             else:
-                self.show_gradients()
+                self._give_gradients()
         if self._masters is not None and not _reading.is_on:
             self._masters.expose()
 
+    def watch_block(self) -> None:
+        """A block begins, at whose end masters get their gradients: who reads them before is told.
+
+        As merging wrappers (PCGrad) do, which would take the lack of one for a gradient of 0.
+        """
+        if self._masters is not None:
+            self._offer.make(*self._held.firsts)
+
     def show_gradients(self) -> None:
+        """See `GradientOffer`: somebody asks for a master's gradient."""
+        if not self._current.is_open:
+            self._give_gradients()
+            return
+        is_early = self._is_early()
+        self._offer.withdraw()
+        if is_early:
+            self._known = stored_grads(self._pairs().master)
+            warn_once(_EARLY.format("a read"))
+
+    def refuse_assignment(self) -> None:
+        """Raise in a block, whose end would add the assigned gradient to the backward's.
+
+        Raises:
+            RuntimeError: as said.
+        """
+        if self._is_early():
+            raise RuntimeError(_EARLY.format("an assignment"))
+
+    def end_block(self) -> None:
+        """The backward of a block is over, and what it wrote is taken in.
+
+        Raises:
+            RuntimeError: see `refuse_assignment`.
+        """
+        self._offer.withdraw()
+        known, self._known = self._known, None
+        if known is None:
+            return
+        now = stored_grads(self._pairs().master)
+        if any(grad is not None and not any(grad is one for one in known) for grad in now):
+            raise RuntimeError(_EARLY.format("an assignment"))
+
+    def _is_early(self) -> bool:
+        """Return whether this thread is in a block, behind its backward."""
+        current = self._current
+        is_behind_backward = current.is_open and current.is_here and not is_in_backward()
+        return is_behind_backward and self._gradients.wrote(self._pairs())
+
+    def _give_gradients(self) -> None:
         """The masters' gradients may be read before the next step, and a backward may follow.
 
         After a step they are what it has used, until these are cleared.
@@ -150,6 +211,7 @@ class ShownMasters:
     def withdraw(self) -> None:
         """No master asks any more."""
         self._offer.withdraw()
+        self._known = None
 
     def end(self, *, steps: bool = False) -> None:
         """Masters have gradients of their own from here on; used ones are as a script left them.

@@ -71,6 +71,7 @@ class ZeroGrad:
         backward.gradients.clear_elsewhere()
         backward.forget_gradients()
         backward.skip.forget_cleared()  # what overflowed is gone
+        backward.watch_block()
 
     def _clear_otherwise(
         self,

@@ -244,5 +244,6 @@ def _unknown(pattern: str, paths: Iterable[str]) -> str:
     example = (close or names or ["blocks.0"])[0]
     return (
         "a rule of a module must name one of the model's, as model.named_modules() does, or a "
-        f'pattern that some match; got {pattern!r}{guess} Write "{example}" = "float".'
+        f"pattern that some match; got {pattern!r}{guess} Write rules={{'modules': {{{example!r}: "
+        f'\'float\'}}}}, or in a rules file "{example}" = "float" below a line [modules].'
     )

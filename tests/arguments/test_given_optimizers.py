@@ -76,6 +76,20 @@ def test_half_parameters_are_taken_where_they_are_frozen(dtype: torch.dtype) -> 
         arguments.refuse_half_steps([optimizer(), Adam(model.parameters())])
 
 
+def test_parameters_without_numbers_are_refused() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(2, 2)
+    message = (
+        "optimizers of amp.initialize() step parameters that have numbers; got a SGD with 2 on the "
+        "meta device. Call model.to_empty(device=...) and load its weights, then make the "
+        "optimizer of model.parameters(), then call amp.initialize()."
+    )
+    with pytest.raises(RuntimeError, match=exactly(message)):
+        arguments.optimizers_of([optimizer(), SGD(model.parameters(), lr=0.1)])
+    model.to_empty(device="cpu")
+    assert len(arguments.optimizers_of(SGD(model.parameters(), lr=0.1))) == 1
+
+
 def test_lbfgs_is_refused() -> None:
     message = (
         "optimizers must evaluate the loss before they change anything; got LBFGS, whose line "

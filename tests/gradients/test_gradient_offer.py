@@ -25,12 +25,17 @@ class Giver:
         self.kinds = list(kinds)
         self.offer = GradientOffer(self)
         self.given = 0
+        self.refuses = False
 
     def show_gradients(self) -> None:
         self.offer.withdraw()
         self.given += 1
         for param in self.params:
             param.grad = torch.ones(2)
+
+    def refuse_assignment(self) -> None:
+        if self.refuses:
+            raise RuntimeError("refused")
 
     def offer_gradients(self) -> None:
         self.offer.make([nn.Parameter(torch.zeros(2).half()) for _ in self.params], self.params)
@@ -42,6 +47,17 @@ class Giver:
 @pytest.fixture(params=[(nn.Parameter,) * 2, (Own, nn.Parameter)], ids=["torch's", "own"])
 def giver(request: pytest.FixtureRequest) -> Giver:
     return Giver(request.param)
+
+
+def test_an_assignment_may_be_refused_and_a_gradient_cleared(giver: Giver) -> None:
+    giver.offer_gradients()
+    giver.refuses = True
+    with pytest.raises(RuntimeError, match="refused"):
+        giver.params[0].grad = torch.zeros(2)
+    assert not giver.given
+    giver.params[0].grad = None
+    assert giver.given == 1
+    assert giver.params[0].grad is None
 
 
 def test_the_first_that_is_read_brings_all(giver: Giver) -> None:

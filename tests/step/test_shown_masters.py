@@ -87,3 +87,80 @@ def test_another_thread_that_reads_masters_in_the_backward_ends_no_pass(
     )
     found = [master.grad for master in masters]
     torch.testing.assert_close(found, list(expected), rtol=2e-2, atol=2e-2)
+
+
+def merge(optimizer: SGD, losses: list[Tensor]) -> None:
+    """Give the parameters the sum of the gradients of losses, as PCGrad and its like do."""
+    params = optimizer.param_groups[0]["params"]
+    sums = [torch.zeros_like(param) for param in params]
+    for loss in losses:
+        optimizer.zero_grad()
+        loss.backward(retain_graph=True)
+        for param, total in zip(params, sums, strict=True):
+            if param.grad is not None:
+                total += param.grad
+    for param, total in zip(params, sums, strict=True):
+        param.grad = total
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+def test_a_wrapper_that_merges_gradients_in_the_block_is_right_or_refused(
+    amp: ModuleType, level: str
+) -> None:
+    model = nn.Linear(4, 2, bias=False)
+    optimizer = SGD(model.parameters(), lr=0.5)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
+    before = model.state_dict()["weight"].float().clone()
+
+    def train() -> None:
+        outputs = model(torch.ones(1, 4)).float()[0]
+        with amp.scale_loss(outputs, optimizer) as scaled:
+            merge(optimizer, [scaled[0], scaled[1]])
+        optimizer.step()
+
+    if level not in ("O2", "O5"):
+        train()
+        assert torch.allclose(model.state_dict()["weight"].float(), before - 0.5, atol=1e-6)
+        return
+    with (
+        pytest.warns(UserWarning, match="got a read of one's .grad inside of the block"),
+        pytest.raises(RuntimeError, match="got an assignment of one's .grad inside of the block"),
+    ):
+        train()
+    optimizer.zero_grad()
+    scaled_backward(amp, model(torch.ones(1, 4)).float().sum(), optimizer)
+    optimizer.step()
+    assert torch.allclose(model.state_dict()["weight"].float(), before - 0.5, atol=1e-6)
+
+
+class ClearsItself(SGD):
+    """As optimizers of scripts that look at each gradient before they clear it."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.grad = None
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("kind", [SGD, ClearsItself])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_what_is_right_in_a_block_is_not_told(amp: ModuleType, level: str, kind: type[SGD]) -> None:
+    """Masters' values, gradients of the model, and what is cleared between two backwards."""
+    model = nn.Linear(4, 2)
+    optimizer = kind(model.parameters(), lr=0.5)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
+    for _ in range(3):
+        with amp.scale_loss(model(torch.ones(1, 4)).float().sum(), optimizer) as scaled_loss:
+            scaled_loss.backward(retain_graph=True)
+            optimizer.zero_grad()
+            scaled_loss.backward()
+            norms = [param.grad.norm() for param in model.parameters()]
+            norms += [
+                one.detach().norm() for group in optimizer.param_groups for one in group["params"]
+            ]
+        assert all(norm.isfinite() for norm in norms)
+        assert all(one.grad is not None for one in optimizer.param_groups[0]["params"])
+        optimizer.step()
+        optimizer.zero_grad()

@@ -276,7 +276,7 @@ def test_nearest_names_are_told() -> None:
     ("model", "example"), [(nn.Sequential(nn.Tanh()), "0"), (nn.Tanh(), "blocks.0")]
 )
 def test_where_no_name_is_near_another_is_the_example(model: nn.Module, example: str) -> None:
-    with pytest.raises(ValueError, match=rf"got 'nothing'\. Write \"{example}\" = "):
+    with pytest.raises(ValueError, match=rf"got 'nothing'\. Write .*'{example}': 'float'"):
         module_rules.find([model], [0], {"nothing": "float"})
 
 
