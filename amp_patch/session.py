@@ -12,7 +12,7 @@ import functools
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
@@ -179,20 +179,10 @@ class Session:
             process_group: of the ranks that step together; None: found by itself.
         """
         stepping = _stepping(optimizers, level)
-        arguments.refuse_twice(stepping, self.optimizers.steps)
-        if level.master_weights:
-            arguments.refuse_shared_state(stepping)
-        arguments.refuse_compiled(models, level.stores_half)
-        if level.stores_half:
-            arguments.refuse_unstorable(models)
-            refuse_bucket_views(optimizers)
-        if level.master_weights:
-            self.optimizers.refuse_stored(models, level)
-        self.models.refuse_sharded(models, level)
-        self.guard.look_at(models, optimizers, level)
+        stepped = set(map(id, params_of(*optimizers)))
+        self._refuse(models, optimizers, stepping, stepped, level)
         rules_of_modules.leave_all()
         mode.leave_models_but(())
-        stepped = set(map(id, params_of(*optimizers)))
         with contextlib.ExitStack() as on_error:
             self._start(level, on_error)
             on_error.callback(Snapshot(models, stepping).restore)
@@ -222,6 +212,34 @@ class Session:
         self.history.add(level.name, [self._prepared(one, level) for one in stepping])
         if self.observers:
             self.observers.prepared(models)
+
+    def _refuse(
+        self,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        stepping: Sequence[Optimizer],
+        stepped: Collection[int],
+        level: OptLevel,
+    ) -> None:
+        """Raise where models and optimizers do not go together, or with those that are prepared.
+
+        Args:
+            models, optimizers, level: of `initialize`.
+            stepping: those of the optimizers that step by themselves.
+            stepped: ids of the parameters that they hold.
+        """
+        arguments.refuse_twice(stepping, self.optimizers.steps)
+        if level.master_weights:
+            arguments.refuse_shared_state(stepping)
+        arguments.refuse_compiled(models, level.stores_half)
+        if level.stores_half:
+            arguments.refuse_unstorable(models)
+            refuse_bucket_views(optimizers)
+        if level.master_weights:
+            new = [model for model in models if model not in self.models.levels]
+            self.optimizers.refuse_stored(new, level, stepped)
+        self.models.refuse_sharded(models, level)
+        self.guard.look_at(models, optimizers, level)
 
     def _patch_functions(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -231,17 +231,21 @@ class PreparedOptimizers:
             if step is not None:
                 yield step
 
-    def refuse_stored(self, models: Iterable[nn.Module], level: OptLevel) -> None:
+    def refuse_stored(
+        self, models: Iterable[nn.Module], level: OptLevel, stepped: Collection[int]
+    ) -> None:
         """Raise where optimizers without masters hold parameters that are to be stored in half.
 
         Args:
             models: to be prepared.
             level: has masters.
+            stepped: ids of parameters that an optimizer of the same call is to step.
 
         Raises:
             RuntimeError: as said.
         """
         trained = {id(one) for model in models for one in model.parameters() if one.requires_grad}
+        trained.difference_update(stepped)
         for optimizer, step in list(self.steps.items()):
             count = sum(id(param) in trained for param in step.backward.pairs().model)
             if count and step.masters is None:
