@@ -148,7 +148,8 @@ class OptimizerBackward:
             is_alone: whether the backward is for this optimizer alone.
         """
         self.shown.end()
-        self._adopt()
+        if self._held.joined:
+            self._adopt(self.pairs())
         if self._foreign.found:
             self._foreign.add_to()
         self.zeroing.begin(self.pairs, is_alone)
@@ -165,9 +166,8 @@ class OptimizerBackward:
         if self.current.is_open and self.zeroing.is_watched:
             self.shown.watch_block()
 
-    def _adopt(self) -> None:
+    def _adopt(self, pairs: ParamPairs) -> None:
         """Take over the gradients that parameters had when they came to the optimizer."""
-        pairs = self.pairs()  # which may have others since the last block
         if not self._held.joined:
             return
         joined, self._held.joined = self._held.joined, []
@@ -308,7 +308,7 @@ class OptimizerBackward:
             RuntimeError: as said.
         """
         self.shown.end(steps=steps)
-        self._adopt()
+        self._adopt(self.pairs())  # there may be others since the last block
         if self.current.is_open:
             self.current.end_early(steps)
         if self.current.is_open:
