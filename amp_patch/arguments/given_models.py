@@ -94,9 +94,9 @@ def _refuse_half(model: nn.Module, stored: Collection[int]) -> None:
         if tensor.requires_grad:
             raise RuntimeError(
                 f"{found}{tensor.dtype}, which requires a gradient. Leave out your own .half(), "
-                ".bfloat16() or torch.set_default_dtype(), call .float() on its module, or freeze it "
-                "by requires_grad_(False). "
-                "Of a model that amp.initialize() cast, call amp.deactivate() first; of one from "
+                ".bfloat16() or torch.set_default_dtype(), call .float() on its module, or freeze "
+                "it by requires_grad_(False). Of a model that amp.initialize() cast, call "
+                "amp.deactivate() first; of one from "
                 "a file, call model.float() first."
             )
 

@@ -88,7 +88,8 @@ def test_a_model_in_half_is_refused_by_the_name_of_the_tensor(
         f"models must come in float32, amp.initialize() casts them; got {found!r} in {dtype}, "
         "which requires a gradient. Leave out your own .half(), .bfloat16() or "
         "torch.set_default_dtype(), call .float() on its module, or freeze it by "
-        "requires_grad_(False). Of a model that amp.initialize() cast, call amp.deactivate() first; of one from a file, call model.float() first."
+        "requires_grad_(False). Of a model that amp.initialize() cast, call amp.deactivate() "
+        "first; of one from a file, call model.float() first."
     )
     with pytest.raises(RuntimeError, match=exactly(message)):
         arguments.models_of([nn.Linear(1, 1), model_of(dtype)])
