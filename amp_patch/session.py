@@ -127,15 +127,7 @@ class Session:
         self.functions = PatchedFunctions(self.casts, self._registered)
         self.models = PreparedModels(self.store, self.cache, _HOOKS)
         self.optimizers = PreparedOptimizers(self.scalers, self.announce, self.observers)
-        self.guard = Guard(
-            self.models,
-            self.optimizers,
-            self.store,
-            lambda: self.scalers[0],
-            lambda steps, device: self.passes.scaling(steps, 0, device, may_be_delayed=True),
-            lambda steps, scaling: self.passes.under(steps, 0, scaling),
-            self.cache.mark_stale,
-        )
+        self.guard = Guard(self.models, self.optimizers, self.store, self.cache.mark_stale)
         self.passes = BackwardPasses(
             self.scalers,
             self.models,
@@ -299,7 +291,7 @@ class Session:
             return
         on_error.callback(self.deactivate)
         torch_compile.make_tables()
-        torch_sites.install(self._torch_patches, self.guard.replacements())
+        torch_sites.install(self._torch_patches, self.guard.replacements(self.passes, self.scalers))
         data_reads.install(self._torch_patches, self._note_data_read, self._note_data_set)
         self.guard.follow_imports(self._torch_patches)
         torch_compile.compile_nothing_of_ours_alone(self._torch_patches)

@@ -11,7 +11,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -38,9 +38,24 @@ _DEFAULTS = {
     name: getattr(ScaleRule(), name)
     for name in ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
 }
-#: What makes the scaling of a pass for optimizers, and the pass itself.
-MakeScaling = Callable[[Sequence[OptimizerStep], torch.device], LossScaling]
-MakePass = Callable[[Sequence[OptimizerStep], LossScaling], BackwardPass]
+
+
+class Passes(Protocol):
+    """What makes the backward passes of scaled losses; `BackwardPasses` says how."""
+
+    def scaling(
+        self,
+        steps: Sequence[OptimizerStep],
+        scaler_id: int,
+        device: torch.device,
+        may_be_delayed: bool,
+    ) -> LossScaling:
+        """Return who scales a loss of these optimizers on a device."""
+
+    def under(
+        self, steps: Sequence[OptimizerStep], scaler_id: int, scaling: LossScaling
+    ) -> BackwardPass:
+        """Return the hooks of a backward pass whose loss is scaled so."""
 
 
 class _OneMove:
@@ -81,15 +96,15 @@ class _Cycle:
     """What happened since the last ``GradScaler.update``.
 
     Args:
-        scaler: returns the loss scaler that moves.
+        scalers: of which the first moves.
 
     Attributes:
         stepped: the optimizers that were stepped.
         checks: of optimizers that were not given to `amp.initialize`.
     """
 
-    def __init__(self, scaler: Callable[[], LossScaler]) -> None:
-        self._scaler = scaler
+    def __init__(self, scalers: Sequence[LossScaler]) -> None:
+        self._scalers = scalers
         self.stepped: weakref.WeakSet[Any] = weakref.WeakSet()
         self.checks: weakref.WeakKeyDictionary[Any, GradCheck] = weakref.WeakKeyDictionary()
         self._unreached: dict[OptimizerStep, _Unreached] = {}
@@ -104,7 +119,7 @@ class _Cycle:
             self._has_moved = True
             scaling.update(found, skips)
         else:
-            scaler = self._scaler()
+            scaler = self._scalers[0]
             for skip in skips:
                 skip.ask(scaler.skip_message(0), scaler)
 
@@ -138,8 +153,8 @@ class ServedScalers:
 
     Args:
         optimizers: the prepared ones.
-        scaler: returns that loss scaler.
-        make_scaling, make_pass: see there.
+        scalers: of which that is the first.
+        passes: make the passes of their losses.
         unscaled: gets the parameters of an optimizer that is not prepared, when `unscale_` has
             divided their gradients.
 
@@ -150,16 +165,14 @@ class ServedScalers:
     def __init__(
         self,
         optimizers: PreparedOptimizers,
-        scaler: Callable[[], LossScaler],
-        make_scaling: MakeScaling,
-        make_pass: MakePass,
+        scalers: Sequence[LossScaler],
+        passes: Passes,
         unscaled: Callable[[Iterable[Tensor]], None],
     ) -> None:
-        self._optimizers, self._scaler = optimizers, scaler
-        self._make_scaling, self._make_pass = make_scaling, make_pass
+        self._optimizers, self._scalers, self._passes = optimizers, scalers, passes
         self._unscaled = unscaled
         self.used: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._cycle = _Cycle(scaler)
+        self._cycle = _Cycle(scalers)
         self._is_off = False
         self._task = -1
         self._open: BackwardPass | None = None
@@ -202,9 +215,9 @@ class ServedScalers:
             return loss
         scaling = self._scaling(steps, loss.device)
         self._last_scale = scaling.scale()
-        one = self._make_pass(steps, scaling)
+        one = self._passes.under(steps, 0, scaling)
         scaled = one.multiply(loss)
-        self._scaler().is_by_hand = True  # where torch.autograd.grad() takes it
+        self._scalers[0].is_by_hand = True  # where torch.autograd.grad() takes it
         node: Any = scaled.grad_fn
         if scaling.is_on and node is not None:
             node.metadata[OF_GRAD_SCALER] = True
@@ -250,7 +263,7 @@ class ServedScalers:
             return
         self._cycle.take_unreached(step)
         if step.backward.gradients.scaled.scale is not None:
-            one = self._make_pass([step], self._scaling([step], step.backward.device))
+            one = self._passes.under([step], 0, self._scaling([step], step.backward.device))
             one.begin()
             one.unscale_()
         else:
@@ -275,22 +288,22 @@ class ServedScalers:
 
     def update(self, new_scale: Any = None) -> None:
         """Let the scale grow where no step since the last call overflowed, or set it."""
-        cycle, self._cycle = self._cycle, _Cycle(self._scaler)
+        cycle, self._cycle = self._cycle, _Cycle(self._scalers)
         self._optimizers.settle()
         if new_scale is None:
             cycle.end()
         else:
-            self._scaler().settle()
-            self._scaler().scale = float(new_scale)
+            self._scalers[0].settle()
+            self._scalers[0].scale = float(new_scale)
 
     def get_scale(self) -> float:
         """Return the factor of the next loss."""
         self._optimizers.settle()
-        return self._scaler().loss_scale()
+        return self._scalers[0].loss_scale()
 
     def state_dict(self) -> dict[str, Any]:
         """Return our scaler's state in GradScaler's format."""
-        scaler = self._scaler()
+        scaler = self._scalers[0]
         return {
             "scale": self.get_scale(),
             "growth_factor": scaler.rule.growth_factor,
@@ -303,7 +316,7 @@ class ServedScalers:
         """Set our scaler from GradScaler's state; an empty one is that of a disabled GradScaler."""
         if state_dict:
             self._optimizers.settle()
-            self._scaler().load_state_dict(state_dict)
+            self._scalers[0].load_state_dict(state_dict)
 
     def adopt(self, options: Mapping[str, Any]) -> None:
         """A `GradScaler` is used for the first time: our scaler takes over how it was made.
@@ -315,7 +328,7 @@ class ServedScalers:
             options: init_scale, growth_factor, backoff_factor and growth_interval, where they are
                 not torch's defaults.
         """
-        scaler = self._scaler()
+        scaler = self._scalers[0]
         if not options or (not scaler.rule.dynamic and scaler.rule.init_scale == 1.0):
             return
         if scaler.rule == ScaleRule():
@@ -334,15 +347,16 @@ class ServedScalers:
 
     def option(self, name: str) -> Any:
         """Return ``growth_factor``, ``backoff_factor`` or ``growth_interval``."""
-        return getattr(self._scaler().rule, name)
+        return getattr(self._scalers[0].rule, name)
 
     def set_option(self, name: str, value: Any) -> None:
         """Set one of these."""
-        scaler = self._scaler()
+        scaler = self._scalers[0]
         scaler.rule = replace(scaler.rule, **{name: value})
 
     def _scaling(self, steps: Sequence[OptimizerStep], device: torch.device) -> LossScaling:
-        return _OneMove(self._make_scaling(steps, device), self._cycle)
+        scaling = self._passes.scaling(steps, 0, device, may_be_delayed=True)
+        return _OneMove(scaling, self._cycle)
 
     def _step_of(self, optimizer: Any) -> OptimizerStep | None:
         return self._optimizers.steps.get(self._optimizers.originals_of(optimizer))

@@ -42,7 +42,7 @@ from . import (
 )
 from .backwards import Backwards
 from .dtype_notes import explain, explaining, explaining_cells, notebook
-from .grad_scaler import MakePass, MakeScaling, ServedScalers
+from .grad_scaler import Passes, ServedScalers
 from .late_modules import LateModules
 from .lone_scales import ScaleUsers
 from .plain_averages import PlainAverages
@@ -56,8 +56,6 @@ class Guard:
 
     Args:
         models, optimizers, store: of the session.
-        scaler: returns the loss scaler of loss_id 0.
-        make_scaling, make_pass: see `grad_scaler`.
         after_lone: see `Backwards`.
 
     Attributes:
@@ -73,9 +71,6 @@ class Guard:
         models: PreparedModels,
         optimizers: PreparedOptimizers,
         store: FP32Values,
-        scaler: Callable[[], LossScaler],
-        make_scaling: MakeScaling,
-        make_pass: MakePass,
         after_lone: Callable[[], None],
     ) -> None:
         self._models, self._optimizers, self._store = models, optimizers, store
@@ -88,9 +83,6 @@ class Guard:
             optimizers.steps,
         )
         self.unprepared = UnpreparedParams(lambda: self.backwards.plain)
-        self._served = ServedScalers(
-            optimizers, scaler, make_scaling, make_pass, self.unprepared.forget
-        )
         self._half_steps = HalfSteps()
         self._copies = ExactCopies(store, models.in_half, optimizers.note_writes)
         self.plain_averages = PlainAverages(optimizers.params)
@@ -105,16 +97,23 @@ class Guard:
         self._follows_halves = self._explains = False
         self._wrappers: list[nn.Module] = []
 
-    def replacements(self) -> dict[str, Callable[[Any], Any]]:
-        """Return, for each function of torch by its path, what makes its replacement."""
+    def replacements(
+        self, passes: Passes, scalers: Sequence[LossScaler]
+    ) -> dict[str, Callable[[Any], Any]]:
+        """Return, for each function of torch by its path, what makes its replacement.
+
+        Args:
+            passes, scalers: for the objects of ``GradScaler`` that are served.
+        """
+        served = ServedScalers(self._optimizers, scalers, passes, self.unprepared.forget)
         return {
-            **grad_scaler.replacements(self._served),
+            **grad_scaler.replacements(served),
             **bypasses.replacements(self._optimizers),
             **clearing.replacements(self._optimizers),
             **lost_scales.replacements(self._optimizers),
             **clipping.replacements(self._optimizers, self._refuse_clip),
             **averages.replacements(self._store, self._models.in_half),
-            **self._of_late_modules(),
+            **self._of_late_modules(served),
             **conversions.replacements(lambda: self._models.levels, self._copies.exact_values),
             **hooks.replacements(self._scaled_models, self._optimizers.param_of),
             **split_backward.replacements(),
@@ -142,10 +141,10 @@ class Guard:
         """
         self._late_modules.follow(patches)
 
-    def _of_late_modules(self) -> dict[str, Callable[[Any], Any]]:
+    def _of_late_modules(self, served: ServedScalers) -> dict[str, Callable[[Any], Any]]:
         made = checkpoints.replacements(self._optimizers)
         made[late_sharding.FSDP] |= late_sharding.replacements(self._optimizers, self._store)
-        made[grad_scaler.SHARDED] = grad_scaler.sharded_replacements(self._served)
+        made[grad_scaler.SHARDED] = grad_scaler.sharded_replacements(served)
         backward = f"{unsynced.STAGES}._PipelineStageBase.backward_maybe_with_nosync"
         made[unsynced.STAGES] = {backward: self.unsynced.noting_backward}
         return self._late_modules.imported(made)
