@@ -50,6 +50,7 @@ FLOORS = (
         "running_backward",
         "weak_modules",
         "did_you_mean",
+        "early_looks",
         "other_names",
     },
 )

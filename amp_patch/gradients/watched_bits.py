@@ -11,11 +11,8 @@ import torch
 from torch import Tensor
 
 from amp_patch.distributed.shards import local
+from amp_patch.early_looks import WATCHED
 from amp_patch.kernels.graph_capture import captures
-
-#: How many of an optimizer's first passes are watched for mistakes. A script that makes one does so
-#: at once: to look at every pass would cost the host more than the scaling.
-WATCHED_PASSES = 16
 
 
 class WatchedBits:
@@ -27,7 +24,7 @@ class WatchedBits:
     """
 
     def __init__(self) -> None:
-        self.passes_left = WATCHED_PASSES
+        self.passes_left = WATCHED
         self.sums: dict[int, Tensor] = {}
 
     def note(self, params: Sequence[Tensor]) -> None:

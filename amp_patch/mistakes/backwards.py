@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_patch.casting.torch_compile import never_trace
+from amp_patch.early_looks import WATCHED
 from amp_patch.running_backward import is_in_backward
 from amp_patch.step.autograd_graph import AutogradGraph, leaves_of
 from amp_patch.step.optimizer_step import OptimizerStep
@@ -83,10 +84,6 @@ class Backwards:
         begun: how many backwards have begun, in any thread.
     """
 
-    #: How many backwards that are given gradients behind a block are looked at: a script that hands
-    #: on scaled ones does so at once.
-    _WATCHED = 16
-
     def __init__(
         self,
         delayed: Callable[[], Iterable[Tensor]],
@@ -103,7 +100,7 @@ class Backwards:
         self._blocks: dict[int, list[_Block]] = {}
         self.last_was_plain = False
         self.plain = self.begun = 0
-        self._looks_left = self._WATCHED
+        self._looks_left = WATCHED  # at backwards that are given gradients behind a block
 
     def open(
         self, scaled_loss: Tensor, params: Callable[[], Iterable[Tensor]]

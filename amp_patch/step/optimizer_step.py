@@ -19,7 +19,7 @@ from amp_patch.casting.mode import mode
 from amp_patch.casting.running_modules import is_called
 from amp_patch.distributed.engines import refuse_join
 from amp_patch.distributed.process_groups import StepRanks
-from amp_patch.gradients.watched_bits import WATCHED_PASSES
+from amp_patch.early_looks import WATCHED
 from amp_patch.optimizers.device_flag import must_be_told, step_by_flag
 from amp_patch.optimizers.direct_step import DirectStep
 from amp_patch.optimizers.fused_by_default import FusedByDefault
@@ -230,7 +230,7 @@ class OptimizerStep:
             self.skip.settle()
         self.backward.refuse_scaled("optimizer.step()", steps=True, goes_on=goes_on)
         # a layer that sets its weights by its first batch does so at once
-        is_watched = self.ended < WATCHED_PASSES and self.masters is None
+        is_watched = self.ended < WATCHED and self.masters is None
         if is_watched and not self._held.steps_halves:
             turn_to_fp32(self.backward.pairs().master)
 

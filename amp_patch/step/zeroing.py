@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from amp_patch.early_looks import WATCHED
 from amp_patch.gradients.gradients import Gradients
 from amp_patch.gradients.param_pairs import ParamPairs
-from amp_patch.gradients.watched_bits import WATCHED_PASSES
 from amp_patch.warn_once import warn_once
 
 from .skip import Skip
@@ -64,7 +64,7 @@ class Zeroing:
         self.was_cleared = self.was_abandoned = self._has_left = False
         self._is_alone = is_alone
         self.passes += 1
-        self.is_watched = self.passes <= WATCHED_PASSES
+        self.is_watched = self.passes <= WATCHED
 
     def look_at_written(self, pairs: ParamPairs) -> None:
         """The backward is over, if there was one; note whether it reached any parameter.

@@ -14,12 +14,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from amp_patch.early_looks import WATCHED
 from amp_patch.kernels.graph_capture import captures
 
 from .parameter_lists import as_plain_tensors
-
-#: In how many steps is looked before the first find.
-_FIRST_STEPS = 16
 
 
 class UnseenWrites:
@@ -35,7 +33,7 @@ class UnseenWrites:
 
     def __init__(self, sums: dict[int, tuple[int, int]]) -> None:
         self._sums = sums
-        self._steps_left = _FIRST_STEPS
+        self._steps_left = WATCHED
 
     @property
     def is_looking(self) -> bool:

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from amp_patch.gradients.watched_bits import WATCHED_PASSES, WatchedBits
+from amp_patch.early_looks import WATCHED
+from amp_patch.gradients.watched_bits import WatchedBits
 
 
 def params(*grads: Tensor | None) -> list[nn.Parameter]:
@@ -52,6 +53,6 @@ def test_each_step_uses_up_one_of_the_passes() -> None:
     bits = WatchedBits()
     bits.note([param])
     bits.forget()
-    assert bits.passes_left == WATCHED_PASSES - 1
+    assert bits.passes_left == WATCHED - 1
     param.grad.data.zero_()
     assert bits.written([param]) == set()

@@ -15,7 +15,7 @@ from kernel_steps import FLAGGED, Step
 from torch import Tensor, nn
 
 from amp_patch import cuda_graph, kernels
-from amp_patch.gradients.watched_bits import WATCHED_PASSES
+from amp_patch.early_looks import WATCHED
 from amp_patch.kernels import ScalerState, cuda_kernels, scaler_state, unscaler
 from amp_patch.kernels.host_copy import HostCopy
 from amp_patch.scaling.loss_scaler import LossScaler
@@ -248,7 +248,7 @@ class Training:
 
     def look_for_mistakes(self) -> None:
         """Make the steps in which amp_patch looks at gradients, and waits for the device."""
-        for _ in range(WATCHED_PASSES):
+        for _ in range(WATCHED):
             self.step()
 
     def step(self) -> Tensor:

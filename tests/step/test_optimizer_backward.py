@@ -9,7 +9,7 @@ from support import scaled_backward
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from amp_patch.gradients.watched_bits import WATCHED_PASSES
+from amp_patch.early_looks import WATCHED
 from amp_patch.step.held_params import HeldParams
 from amp_patch.step.optimizer_backward import OptimizerBackward
 from amp_patch.step.skip import Skip
@@ -142,13 +142,13 @@ def test_a_script_that_skips_by_itself_and_zeroes_in_place_loses_no_other_step(
     options = {"verbosity": 0, "init_scale": 8.0, "fused_step": fused_step}
     amp.initialize(model, optimizer, opt_level=level, **options)
     before = model.state_dict()["weight"].clone()
-    for factor in (*[1.0] * WATCHED_PASSES, torch.inf, 1.0, 1.0):
+    for factor in (*[1.0] * WATCHED, torch.inf, 1.0, 1.0):
         loss = model(torch.ones(1, 2)).float().sum() * factor
         scaled_backward(amp, loss, optimizer)
         if amp.clip_grad_norm_(optimizer, 100.0).isfinite():
             optimizer.step()
         zero(model, optimizer)
-    expected = before - (WATCHED_PASSES + 2) * 0.5
+    expected = before - (WATCHED + 2) * 0.5
     torch.testing.assert_close(model.state_dict()["weight"], expected, rtol=0, atol=1e-3)
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from amp_patch.early_looks import WATCHED
 from amp_patch.gradients.gradients import Gradients
 from amp_patch.gradients.param_pairs import ParamPairs
-from amp_patch.gradients.watched_bits import WATCHED_PASSES
 from amp_patch.step.skip import Skip
 from amp_patch.step.zeroing import Zeroing
 from amp_patch.warn_once import warn_once
@@ -174,7 +174,7 @@ def test_used_gradients_that_are_cleared_in_the_block_are_not_told() -> None:
 
 def test_it_looks_at_the_first_passes_alone() -> None:
     script = Script()
-    for _ in range(WATCHED_PASSES):
+    for _ in range(WATCHED):
         script.block(reaches=False)
         assert script.zeroing.is_watched
         assert not script.zeroing.has_written
