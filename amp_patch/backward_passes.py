@@ -146,6 +146,10 @@ class BackwardPasses:
         """
         if self._guard.unsynced.has_new:
             self._compare_ranks(steps, self._scalers[scaler_id])
+        optimizers = [step.backward for step in steps]
+        if scaling.is_on:
+            for backward in optimizers:
+                backward.pairs()  # one that has left them is looked at with the unprepared ones
         others: list[Other] = [*self._optimizers.others(steps)]
         if self._guard.unprepared:
             others.append(self._guard.unprepared)
@@ -153,7 +157,6 @@ class BackwardPasses:
         if self._observers:
             stepped = [one for step in steps if (one := step.optimizer) is not None]
             on_scaled = functools.partial(self._observers.scaled, scaler_id, stepped)
-        optimizers = [step.backward for step in steps]
         unsynced, open_block = self._guard.unsynced or None, self._guard.open_block
         return BackwardPass(
             optimizers, others, scaling, self._cache, on_scaled, unsynced, open_block

@@ -6,7 +6,7 @@
 //                                                                 totals, factors, stride, gradients)
 //       for dtype among float16, bfloat16, float32
 //
-//   logits     const dtype*      rows of `classes` elements, one behind the other
+//   logits     const dtype*      rows of `classes` elements, one after the other
 //   targets    const long long*  the class of each row
 //   classes    int               at most 2**30
 //   ignored    long long         a row with this target has the loss 0 and the gradient 0

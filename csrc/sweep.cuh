@@ -25,7 +25,7 @@ __device__ __forceinline__ void store(Type* address, const Pack<Type, WIDTH>& pa
     *reinterpret_cast<Pack<Type, WIDTH>*>(address) = pack;
 }
 
-// Where packs can begin in tensors, as a set of bits to be united with that of others: bit n, behind
+// Where packs can begin in tensors, as a set of bits to be united with that of others: bit n, after
 // the first n elements, where an address is aligned to a pack again. A null address adds none.
 template <int WIDTH, typename Type>
 __device__ __forceinline__ unsigned pack_begin(const Type* address) {
@@ -89,7 +89,7 @@ __device__ __forceinline__ void sweep(int length, unsigned begins, Operation& op
     const int head = are_alike ? min(__ffs(begins) - 1, length) : 0;
     const int tail = are_alike ? head + (length - head) / WIDTH * WIDTH : 0;
     sweep_packs<WIDTH, AHEAD>(head, tail, operation);
-    // Before the packs, then behind them, by the same code: twice of it would take more registers.
+    // Before the packs, then after them, by the same code: twice of it would take more registers.
 #pragma unroll 1
     for (int begin = 0, end = head;; begin = tail, end = length) {
         sweep_packs<1, AHEAD>(begin, end, operation);

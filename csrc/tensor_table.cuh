@@ -39,7 +39,7 @@ struct Part {
         : begin(static_cast<long long>(chunk.index) * CHUNK),
           length(static_cast<int>(min(tensor_length - begin, static_cast<long long>(CHUNK)))) {}
 
-    // Take one of `shares` equal ones of a whole chunk; behind the tensor's end it has no elements.
+    // Take one of `shares` equal ones of a whole chunk; after the tensor's end it has no elements.
     __device__ void narrow(int share, int shares) {
         const int size = CHUNK / shares;
         begin += share * size;

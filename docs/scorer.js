@@ -1,5 +1,5 @@
 // How the search ranks what it finds: as Sphinx does, but the page of all messages, which has nearly every
-// word, comes behind the pages that explain them, and the two for who changes the code behind their equals.
+// word, comes after the pages that explain them, and the two for who changes the code after their equals.
 var Scorer = {
   score: ([page, , , , score]) =>
     page === "messages" ? 0 : score - ["architecture", "benchmarks"].includes(page),

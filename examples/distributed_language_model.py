@@ -48,7 +48,7 @@ def optimizer_of(model: nn.Module) -> Optimizer:
 def ddp(opt_level: str, device: torch.device) -> tuple[Optimizer, Backward]:
     model = LanguageModel().to(device)
     model, optimizer = amp.initialize(model, optimizer_of(model), opt_level=opt_level, verbosity=0)
-    model = DistributedDataParallel(model)  # behind amp.initialize()
+    model = DistributedDataParallel(model)  # after amp.initialize()
     return optimizer, backward_of(model, optimizer, distributed.get_rank())
 
 

@@ -25,7 +25,7 @@ SCALE = 8.0
 shared_fixtures = settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
-#: Programs may well clear gradients before their step, or step behind a block that failed.
+#: Programs may well clear gradients before their step, or step after a block that failed.
 steps_without_gradients = pytest.mark.filterwarnings(
     "ignore:gradients must last until the step",
     r"ignore:a scale_loss\(\) block that an exception ends",

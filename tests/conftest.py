@@ -90,7 +90,7 @@ def spare_stacks_of_absent_devices() -> None:
                 module._lazy_call = lambda callable, **kwargs: None
 
 
-# For a line of its log torch measures how long the guards of each compilation take, behind a flush
+# For a line of its log torch measures how long the guards of each compilation take, after a flush
 # of the processor's caches: up to a tenth of the compilation of a small model.
 dynamo_guards = sys.modules.get("torch._dynamo.guards")
 if hasattr(dynamo_guards, "profile_guard_manager"):
@@ -131,7 +131,7 @@ def pytest_collection_modifyitems(items: list[pytest.Function]) -> Iterator[None
 
     Skip what needs a GPU without one.
 
-    In the order of the files, whichever was collected first; pytest-randomly draws another behind.
+    In the order of the files, whichever was collected first; pytest-randomly draws another after.
     """
     items.sort(key=lambda item: str(item.path))
     for item in nightly_levels(items):
@@ -166,7 +166,7 @@ def pytest_collection_finish() -> None:
         raise pytest.UsageError(
             f"properties must draw what the profile {PROFILE!r} says; got {number} examples, of "
             "another profile, which an import loaded as torch.testing._internal.common_utils does. "
-            "Call hypothesis.settings.load_profile(support.PROFILE) behind that import."
+            "Call hypothesis.settings.load_profile(support.PROFILE) after that import."
         )
     if libraries := sys.modules.get("graph_libraries"):
         libraries.put_aside()

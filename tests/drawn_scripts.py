@@ -153,7 +153,7 @@ class Script:
         self.gradients = "used"
 
     def clear(self, draw: random.Random) -> None:
-        """Clear gradients, behind a step or not; what waits scaled is not cleared by hand."""
+        """Clear gradients, after a step or not; what waits scaled is not cleared by hand."""
         ways = ["optimizer", "optimizer in place", "model", "model in place"]
         if self.gradients != "scaled":
             ways += ["None", "in place", "data"]
@@ -194,7 +194,7 @@ class Script:
         self.optimizers[-1].add_param_group({"params": list(self.model.last.parameters())})
 
     def begin_anew(self, draw: random.Random) -> None:
-        """Amp ends, perhaps between a backward and its step, and begins again behind that."""
+        """Amp ends, perhaps between a backward and its step, and begins again after that."""
         if self.gradients == "used" or self.overflowed:
             return
         if self.amp is not None:

@@ -140,7 +140,7 @@ class _Reader:
         self._functions = functions
 
     def texts(self, node: ast.expr, scopes: Scopes, given: Mapping[str, str]) -> list[str]:
-        """Return the texts of an expression, one for each branch and each return behind it."""
+        """Return the texts of an expression, one for each branch and each return after it."""
         return [
             " ".join(re.sub(f"(%[a-z]|{VALUE})+", VALUE, text).split())
             for text in self._texts(node, scopes, given)

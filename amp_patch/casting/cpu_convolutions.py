@@ -51,7 +51,7 @@ def _checking(dims: int, is_transposed: bool, function: Function) -> Function:
     return convolution
 
 
-#: What convolutions, and transposed ones, take by place behind the stride.
+#: What convolutions, and transposed ones, take by place after the stride.
 _OPTIONS = {
     False: ("padding", "dilation", "groups"),
     True: ("padding", "output_padding", "groups", "dilation"),

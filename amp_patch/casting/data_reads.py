@@ -1,6 +1,6 @@
 """Tells who reads or sets the ``.data`` of a parameter, for a write by it moves no version.
 
-``self.weight.data *= self.mask`` in a layer's forward comes behind the first layer's use of its
+``self.weight.data *= self.mask`` in a layer's forward comes after the first layer's use of its
 own weight, with which all of the model's weights are cast. Knows nothing of casts and of masters.
 """
 

@@ -60,7 +60,7 @@ _FILLS = (
 )
 _FILL_NAMES = frozenset(path.rpartition(".")[2] for path in _FILLS)
 _FILL_NAMES |= {"_threshold", "scatter", "scatter_"}
-#: The names of bounds, in their order behind the tensor.
+#: The names of bounds, in their order after the tensor.
 _BOUNDS = {
     "clamp": ("min", "max"),
     "clamp_": ("min", "max"),

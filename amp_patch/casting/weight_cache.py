@@ -261,7 +261,7 @@ class WeightCache:
         group.accumulates = bulk.were_used_again()
         group.pause = max(0, group.pause - 1)
         group.frozen.clear()
-        group.batch = None  # what is cast from now on need not be behind it in the forward
+        group.batch = None  # what is cast from now on need not be after it in the forward
         bulk.refresh()
         group.stale = False
 

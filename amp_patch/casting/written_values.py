@@ -95,7 +95,7 @@ def _casting(original: Function) -> Function:
                 args = tuple([_as(value, target.dtype) for value in args])
                 kwargs = {key: _as(value, target.dtype) for key, value in kwargs.items()}
                 break
-        if found in HALVES:  # a number behind the place that it is written to
+        if found in HALVES:  # a number after the place that it is written to
             args = (*args[:2], *[within(value, found) for value in args[2:]])
             kwargs = {key: within(value, found) for key, value in kwargs.items()}
         return original(*args, **kwargs)

@@ -144,7 +144,7 @@ def mend_inside(call: Call, origin: Origin, counts: Callable[[Origin], bool]) ->
 def differ_by_half(runs: Sequence[Rerun], module: str) -> bool:
     """Tell whether gradients of one run differ from another's by more than half of their norm.
 
-    Those that come to a module and to what a model has before it: what is behind it has others.
+    Those that come to a module and to what a model has before it: what is after it has others.
 
     Args:
         runs: of one call, forward and backward.

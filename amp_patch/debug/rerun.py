@@ -109,7 +109,7 @@ class Rerun:
         return self._first(list(self.gradients.values()))
 
     def outside(self, grads: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """Return of the outputs' gradients what did not come from other outputs, behind a forward.
+        """Return of the outputs' gradients what did not come from other outputs, after a forward.
 
         A model that returns its loss and a hidden state is given the gradient of the loss alone:
         what arrived at the hidden state came from there, and would count twice.

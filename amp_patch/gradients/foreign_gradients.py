@@ -64,17 +64,21 @@ class ForeignGradients:
     def __init__(self) -> None:
         self.found: list[tuple[Tensor, weakref.ref[Tensor] | None]] = []
         self.own_passes = 0
+        self._scale: float | Tensor = 1.0
 
     def watch(self, params: Sequence[Tensor]) -> Watch:
         """Return what `note` needs after a backward that these parameters are not meant to get."""
         return Watch.of(params, self.own_passes)
 
-    def note(self, watch: Watch, unscaled: Iterable[Sequence[Tensor]]) -> None:
+    def note(
+        self, watch: Watch, unscaled: Iterable[Sequence[Tensor]], scale: float | Tensor
+    ) -> None:
         """Find out what that backward wrote.
 
         Args:
             watch: what `watch` returned before it.
             unscaled: the parameters whose gradients other optimizers unscale, for each of these.
+            scale: of its loss.
         """
         written = watch.written() if watch.counted == self.own_passes else []
         if written:
@@ -82,6 +86,14 @@ class ForeignGradients:
             self.found += [
                 (param, weakref.ref(now)) for param, now in written if id(param) not in known
             ]
+            self._scale = scale.clone() if isinstance(scale, Tensor) else scale
+
+    def scale_of(self, param: Tensor) -> float | Tensor | None:
+        """Return what such a gradient of a parameter is multiplied by; None where it has none.
+
+        That of the last such backward: those before it are expected to be cleared.
+        """
+        return self._scale if any(one is param for one, _ in self._left()) else None
 
     def add_to(self) -> None:
         """A pass of the optimizer itself begins, and adds to those not dropped or set to zero."""

@@ -92,7 +92,7 @@ class Gradients:
 
     @property
     def are_left(self) -> bool:
-        """True in the first pass behind a step whose gradients were not cleared."""
+        """True in the first pass after a step whose gradients were not cleared."""
         return bool(self._aside) and not self.are_pending
 
     @property
@@ -110,7 +110,7 @@ class Gradients:
         """Take over a gradient that a parameter had when it came to the optimizer.
 
         It is multiplied by ``scale``, of a block of other optimizers, or 1. One that overflowed is
-        gone, as it would be behind a skipped step.
+        gone, as it would be after a skipped step.
         """
         grad, is_true = stored_grad(param), not isinstance(scale, Tensor) and scale == 1.0
         if grad is None or (is_true and self.scaled.scale is None):

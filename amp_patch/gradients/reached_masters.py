@@ -70,7 +70,7 @@ class ReachedMasters:
 
 
 def refuse_given(pairs: ParamPairs) -> None:
-    """Raise where masters have gradients, behind a block whose backward wrote none.
+    """Raise where masters have gradients, after a block whose backward wrote none.
 
     Raises:
         RuntimeError: as said.

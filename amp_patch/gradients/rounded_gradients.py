@@ -1,4 +1,4 @@
-"""Half gradients as a script reads them behind a block: true, though masters are what is stepped.
+"""Half gradients as a script reads them after a block: true, though masters are what is stepped.
 
 Knows pairs of parameters and masters; no optimizer and no loss scale.
 """

@@ -38,7 +38,7 @@ class ScaledGradients:
         self.scale, self.is_assumed = scale, is_assumed
 
     def go_on(self, scale: float | Tensor) -> None:
-        """A further backward is over, behind `bring_to` where there were some."""
+        """A further backward is over, after `bring_to` where there were some."""
         unknown = self.scale is not None and self.is_assumed and not self.were_written()
         self.begin(scale, is_assumed=unknown)
 

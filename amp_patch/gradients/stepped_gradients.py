@@ -46,7 +46,7 @@ class SteppedGradients:
 
     @property
     def wait_to_be_read(self) -> bool:
-        """True behind a step of what blocks left, until they are shown or the next block begins."""
+        """True after a step of what blocks left, until they are shown or the next block begins."""
         return self._waits and not (self.are_left or self.copied)
 
     def note_step(self, is_shown: bool) -> None:

@@ -28,7 +28,7 @@ def without_default_device(function: Callable[P, T]) -> Callable[P, T]:
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
         if _count_modes() != 1 or type(mode := _mode_at(0)) is not DeviceContext:
             return function(*args, **kwargs)
-        try:  # before it is taken away: an interrupt may come behind that
+        try:  # before it is taken away: an interrupt may come after that
             _pop_mode()
             return function(*args, **kwargs)
         finally:

@@ -32,7 +32,7 @@ class HostSide:
 
 @functools.cache
 def type_of(device: torch.device) -> str:
-    """Return ``device.type``, which torch makes anew at each look: 3 us behind a forward."""
+    """Return ``device.type``, which torch makes anew at each look: 3 us after a forward."""
     return device.type
 
 

@@ -52,7 +52,7 @@ class TensorTable:
             rows_by_mix.setdefault(mix, []).append(row)
         self._lengths = list(lengths)
         self._chunks: list[int] = []
-        self._ranges = [0] * (2 * len(lengths) + 1)  # a ticket is behind them, which stays 0
+        self._ranges = [0] * (2 * len(lengths) + 1)  # a ticket is after them, which stays 0
         self.groups: list[Group] = []
         for mix, rows in rows_by_mix.items():
             begin = len(self._chunks) // 2

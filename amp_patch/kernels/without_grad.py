@@ -21,7 +21,7 @@ def without_grad(function: Callable[P, T]) -> Callable[P, T]:
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
         was_on = torch.is_grad_enabled()
-        try:  # before the switch: an interrupt may come behind it
+        try:  # before the switch: an interrupt may come after it
             _set_grad_enabled(False)
             return function(*args, **kwargs)
         finally:

@@ -1,4 +1,4 @@
-"""Calls of ``backward`` inside and behind `scale_loss` blocks that are not of the scaled loss.
+"""Calls of ``backward`` inside and after `scale_loss` blocks that are not of the scaled loss.
 
 Refused where they are made, before they write a gradient. Knows graphs of tensors, and which
 parameters a block is for; no scale.
@@ -71,7 +71,7 @@ class Backwards:
     Args:
         delayed: returns the parameters whose gradients wait, scaled, for the next block.
         running: the steps of optimizers that run.
-        after_lone: called behind each backward while no optimizer is prepared, whose step would
+        after_lone: called after each backward while no optimizer is prepared, whose step would
             tell that weights change: a script may write to them by hand, through ``.data`` say.
         before_plain, after_plain: called around each backward of no scaled loss, with what returns
             the ids of the leaves that it reaches.
@@ -100,7 +100,7 @@ class Backwards:
         self._blocks: dict[int, list[_Block]] = {}
         self.last_was_plain = False
         self.plain = self.begun = 0
-        self._looks_left = WATCHED  # at backwards that are given gradients behind a block
+        self._looks_left = WATCHED  # at backwards that are given gradients after a block
 
     def open(
         self, scaled_loss: Tensor, params: Callable[[], Iterable[Tensor]]
@@ -229,7 +229,7 @@ def _refuse(
 def _is_of_one(blocks: Iterable[_Block], tensors: Any) -> bool:
     """Return whether a backward is that of the scaled loss of one of these blocks.
 
-    Not where the script has written to it: behind ``scaled_loss += penalty`` it is another loss.
+    Not where the script has written to it: after ``scaled_loss += penalty`` it is another loss.
 
     Raises:
         RuntimeError: of one that has unscaled.
@@ -252,11 +252,11 @@ def _goes_on(blocks: Iterable[_Block], tensors: Any, grad_tensors: Any) -> bool:
 
 
 def _warn_of_scaled(blocks: Iterable[_Block], grad_tensors: Any) -> None:
-    """Warn of a backward behind the blocks that begins with gradients of one."""
+    """Warn of a backward after the blocks that begins with gradients of one."""
     if any(begins_with_gradients_of(block.leaves(), grad_tensors) for block in blocks):
         warn_once(
-            "gradients of an input stay multiplied by the loss scale behind a scale_loss() block; "
-            "got a backward() behind it that begins with some. Call it inside of the block: "
+            "gradients of an input stay multiplied by the loss scale after a scale_loss() block; "
+            "got a backward() after it that begins with some. Call it inside of the block: "
             "`with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward(); "
             "hidden.backward(detached.grad)`."
         )
@@ -287,7 +287,7 @@ def _refuse_in_between() -> NoReturn:
         RuntimeError: as said.
     """
     raise RuntimeError(
-        "a backward() behind scale_loss(..., delay_unscale=True) must be of a scaled loss, for the "
+        "a backward() after scale_loss(..., delay_unscale=True) must be of a scaled loss, for the "
         "last block divides all that was added up by the scale; got one of a loss that is not "
         "multiplied by it. Call it in a block of its own: `with amp.scale_loss(loss, optimizer, "
         "delay_unscale=True) as scaled_loss: scaled_loss.backward()`."

@@ -111,7 +111,7 @@ def _mend_of_half(message: str, place: Place) -> str | None:
     if NO_KERNEL.search(message):
         return (
             f"This is not computed in {dtype}: put `with amp.float_region():` around it, give it "
-            "x.float() in the place of x, and hand on y.to(x.dtype) behind it"
+            "x.float() in the place of x, and hand on y.to(x.dtype) after it"
             f"{_or_by_a_rule(place)}."
         )
     return None

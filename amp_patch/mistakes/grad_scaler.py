@@ -235,7 +235,7 @@ class ServedScalers:
             raise RuntimeError(
                 "a loss must be scaled once; got one that GradScaler.scale() has scaled inside of "
                 "an amp.scale_loss() block, which scales it, too. Remove the GradScaler: call "
-                "scaled_loss.backward() in the block, and optimizer.step() behind it."
+                "scaled_loss.backward() in the block, and optimizer.step() after it."
             )
         for step in self._optimizers.steps.values():
             self._cycle.take_unreached(step)

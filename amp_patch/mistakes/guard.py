@@ -82,7 +82,7 @@ class Guard:
             optimizers.offer_gradients,
             optimizers.steps,
         )
-        self.unprepared = UnpreparedParams(lambda: self.backwards.plain)
+        self.unprepared = UnpreparedParams(lambda: self.backwards.plain, optimizers.steps)
         self._half_steps = HalfSteps()
         self._copies = ExactCopies(store, models.in_half, optimizers.note_writes)
         self.plain_averages = PlainAverages(optimizers.params)

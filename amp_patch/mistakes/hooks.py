@@ -108,5 +108,5 @@ def _tell(what: str) -> None:
         f"a hook {what} gets gradients that are multiplied by the loss scale; got one at a level "
         "with a loss scale. Where what it does depends on their size (a clamp, a threshold, a "
         "logged norm), divide g.float() by amp_patch.amp.loss_scale() in the hook and multiply "
-        "what it returns by it, or clip behind the block: amp.clip_grad_norm_(optimizer, max_norm)."
+        "what it returns by it, or clip after the block: amp.clip_grad_norm_(optimizer, max_norm)."
     )

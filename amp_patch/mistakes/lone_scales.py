@@ -3,7 +3,7 @@
 In a model that each rank has for itself it would let the ranks scale the losses of a model that
 they share by different numbers, and train that apart without a word. So it is with parameters of
 one rank that an optimizer steps beside those that ranks share, as experts or the part of a large
-last layer. A script that shares the gradients by hand behind the block brings it to ranks that have
+last layer. A script that shares the gradients by hand after the block brings it to ranks that have
 found none. Knows what was prepared.
 """
 

@@ -83,5 +83,5 @@ def _warn() -> None:
         "of several scale_loss() blocks, averaged inside of it, where the ones of the blocks "
         "before wait aside: the ranks train apart. Call amp.scale_loss(loss, optimizer, "
         "delay_unscale=True) in all blocks but the last, or average those of "
-        "amp.master_params(optimizer) behind it."
+        "amp.master_params(optimizer) after it."
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ from amp_patch.gradients.scaled_gradients import bring_to
 from amp_patch.kernels import values
 from amp_patch.optimizers.groups import params_of
 from amp_patch.step.optimizer_backward import OptimizerBackward
+from amp_patch.step.optimizer_step import OptimizerStep
 from amp_patch.step.prepared_optimizers import PreparedOptimizers
 from amp_patch.warn_once import warn, warn_once
 from amp_patch.weights.fp32_values import FP32Values
@@ -86,10 +87,13 @@ class UnpreparedParams:
 
     Args:
         plain_backwards: returns how many backwards there were that were of no scaled loss.
+        steps: of the prepared optimizers.
     """
 
-    def __init__(self, plain_backwards: Callable[[], int]) -> None:
-        self._plain_backwards = plain_backwards
+    def __init__(
+        self, plain_backwards: Callable[[], int], steps: Mapping[Optimizer, OptimizerStep]
+    ) -> None:
+        self._plain_backwards, self._steps = plain_backwards, steps
         self._params: list[_Watched] = []
         self._frozen: dict[int, TensorWeakRef] = {}  # by the id of the parameter
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -169,15 +173,18 @@ class UnpreparedParams:
         self._params += _Watched.here(param for param in gone if param.requires_grad)
         ids = set(map(id, new))
         self._params = [one for one in self._params if id(one.param()) not in ids]
-        return [(param, self._scale_of(param)) for param in new if stored_grad(param) is not None]
+        return [(param, self._scale_of(param)) for param in new]
 
     def _scale_of(self, param: Tensor) -> float | Tensor:
         known = self._scaled.pop(id(param), None)
-        return 1.0 if known is None or known.left() is None else known.scale
+        if known is not None and known.left() is not None:
+            return known.scale
+        scales = (step.backward.foreign_scale_of(param) for step in list(self._steps.values()))
+        return next((scale for scale in scales if scale is not None), 1.0)
 
     @contextlib.contextmanager
     def unscaling(self) -> Iterator[None]:
-        """Unscale all that is left behind the block, of whose gradients nobody knows then.
+        """Unscale all that is left after the block, of whose gradients nobody knows then.
 
         In the block half parameters become float32 ones.
         """

@@ -41,7 +41,7 @@ def warn_of_eps(optimizer: Optimizer) -> None:
 
 
 def watch_first_step(optimizer: Optimizer) -> Callable[[], None]:
-    """Call `warn_of_eps` behind the first step of an optimizer that is not torch's.
+    """Call `warn_of_eps` after the first step of an optimizer that is not torch's.
 
     Args:
         optimizer: takes torch's hooks.

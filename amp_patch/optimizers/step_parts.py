@@ -70,7 +70,7 @@ class StepParts:
 
     def forget(self) -> None:
         """Let go of what was looked up, the state of the optimizer with it."""
-        # First, so that a step behind a Ctrl-C here looks all up anew.
+        # First, so that a step after a Ctrl-C here looks all up anew.
         self._params = listed(())
         self._lengths: list[int] | None = None
         self.groups = CachedGroups(self._update_type)

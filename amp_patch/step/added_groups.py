@@ -29,7 +29,7 @@ class AddedGroups:
 
     Attributes:
         are_own: True where a wrapper (ZeRO) has groups that are not these.
-        when_added: is called behind each group that was added.
+        when_added: is called after each group that was added.
     """
 
     def __init__(

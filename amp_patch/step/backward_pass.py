@@ -128,7 +128,7 @@ class BackwardPass:
     def is_ended_by(self, block: object) -> None:
         """Be abandoned when this is gone and another pass of an optimizer begins.
 
-        Python calls no ``__exit__`` where Ctrl-C comes right behind ``__enter__``.
+        Python calls no ``__exit__`` where Ctrl-C comes right after ``__enter__``.
         """
         self._block = weakref.ref(block)
 

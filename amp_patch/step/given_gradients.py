@@ -43,7 +43,7 @@ def skip_nonfinite(skip: Skip, held: HeldParams, are_shared: bool) -> None:
     if any_rank(not is_finite, held.ranks.groups):
         if are_shared:
             skip.ask(
-                "Gradient overflow.  Skipping step, gradients that ranks share behind "
+                "Gradient overflow.  Skipping step, gradients that ranks share after "
                 "scale_loss() are not finite"
             )
         elif skip.has_cleared():

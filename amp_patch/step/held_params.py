@@ -31,7 +31,7 @@ class Strays(Protocol):
             before, now: the parameters of the model that it holds.
 
         Returns:
-            New ones that have a gradient, each with what this is multiplied by.
+            New ones, each with what its gradient, if it has one, is multiplied by.
         """
 
 
@@ -48,8 +48,8 @@ class HeldParams:
         masters, steps_halves: as given.
         ranks: as given, or as the parameters say. Right from a call of `pairs` on.
         firsts: of each group the first parameter that has a master. As of the last call of `pairs`.
-        joined: parameters that have come to the optimizer with a gradient, and what this is
-            multiplied by; emptied by who takes these over. Likewise.
+        joined: parameters that have come to the optimizer, and what a gradient that they came with
+            is multiplied by; emptied by who takes these over. Likewise.
     """
 
     def __init__(
@@ -69,6 +69,11 @@ class HeldParams:
         self.ranks = ranks or StepRanks()
         self._strays: Strays | None = None
         self.joined: list[tuple[Tensor, float | Tensor]] = []
+
+    def take_joined(self) -> list[tuple[Tensor, float | Tensor]]:
+        """Return `joined`, which is empty then."""
+        joined, self.joined = self.joined, []
+        return joined
 
     def follow_strays(self, strays: Strays) -> None:
         """Ask from now on for the gradients of parameters that come, and of those held now."""

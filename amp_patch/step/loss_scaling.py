@@ -291,7 +291,7 @@ def _look_for_need(found: Sequence[Found], scale: float) -> None:
             "a dynamic loss scale must be one at which float16 gradients do not become 0; got one "
             "below 1/1024, which steps that overflowed have left, for gradients whose norm times "
             "the scale is below 1. Where they overflowed at every scale, inf or NaN came before: "
-            "amp.initialize(..., trace_overflow=True) names the module. Behind a write of earlier "
+            "amp.initialize(..., trace_overflow=True) names the module. After a write of earlier "
             "weights call amp.load_state_dict(saved) with what amp.state_dict() returned before, "
             "or bring the weights back by model.load_state_dict(), which does it."
         )

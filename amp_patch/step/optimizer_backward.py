@@ -31,6 +31,7 @@ from .clipped_gradients import ClippedGradients
 from .current_pass import CurrentPass, OpenPass
 from .given_gradients import skip_nonfinite
 from .held_params import HeldParams, Strays
+from .joined_params import JoinedParams
 from .shown_masters import ShownMasters
 from .skip import Skip
 from .zeroing import Zeroing
@@ -54,6 +55,7 @@ class OptimizerBackward:
         gradients: of its parameters.
         clipped: the same, as they are clipped.
         current: the pass that it is in.
+        joined: those of its parameters that have come late.
         shown: its masters, as a script gets them.
         zeroing: counts its passes, and tells where gradients are not cleared when they should be.
         unshared_scale: the scale of gradients that a ``no_sync()`` backward has left on this rank.
@@ -81,7 +83,10 @@ class OptimizerBackward:
         self.clipped = ClippedGradients(optimizer, held, self.gradients, fused)
         self._foreign = ForeignGradients()
         self.current = CurrentPass(held, self.gradients, skip)
-        self.shown = ShownMasters(held, self.gradients, fused, self.current, self._foreign)
+        self.joined = JoinedParams(held, self.gradients)
+        self.shown = ShownMasters(
+            held, self.gradients, fused, self.current, self._foreign, self.joined
+        )
         self.zeroing = Zeroing(self.gradients, skip, drops_used=self.masters is not None)
         self.unshared_scale: float | Tensor | None = None
         self.decides_alone = False
@@ -149,7 +154,7 @@ class OptimizerBackward:
         """
         self.shown.end()
         if self._held.joined:
-            self._adopt(self.pairs())
+            self.joined.take_over()
         if self._foreign.found:
             self._foreign.add_to()
         self.zeroing.begin(self.pairs, is_alone)
@@ -166,16 +171,6 @@ class OptimizerBackward:
         if self.current.is_open and self.zeroing.is_watched:
             self.shown.watch_block()
 
-    def _adopt(self, pairs: ParamPairs) -> None:
-        """Take over the gradients that parameters had when they came to the optimizer."""
-        if not self._held.joined:
-            return
-        joined, self._held.joined = self._held.joined, []
-        masters = {id(param): master for param, master in zip(*pairs, strict=True)}
-        for param, scale in joined:
-            if id(param) in masters:
-                self.gradients.adopt(param, masters[id(param)], scale)
-
     def look_again(self) -> None:
         """See `HeldParams.look_again`."""
         self._held.look_again()
@@ -185,7 +180,7 @@ class OptimizerBackward:
         self._held.follow_strays(strays)
 
     def _are_dropped(self) -> bool:
-        """Return whether the user cleared all gradients, or, behind a known overflow, zeroed them.
+        """Return whether the user cleared all gradients, or, after a known overflow, zeroed them.
 
         Of other ranks' gradients this one knows nothing.
         """
@@ -196,6 +191,8 @@ class OptimizerBackward:
     def leave_scaled(self, scale: float | Tensor) -> None:
         """End the pass with the gradients scaled, for the next backward to add to."""
         self.shown.end_block()
+        if self._held.joined:
+            self.joined.leave_to_pass()
         self.zeroing.look_at_written(self.pairs())
         self.gradients.delay(self.pairs(), scale)
         self._end_pass()
@@ -203,6 +200,8 @@ class OptimizerBackward:
     def receive(self, pairs: ParamPairs, scale: float | Tensor | None) -> TakenPass:
         """End the pass: take its gradients unscaled and checked, see `Gradients.receive`."""
         self.shown.end_block()
+        if self._held.joined:
+            self.joined.leave_to_pass()
         self.zeroing.look_at_written(pairs)
         try:
             return self.gradients.receive(pairs, scale)
@@ -214,6 +213,8 @@ class OptimizerBackward:
     ) -> tuple[GradCheck, Tensors]:
         """Do `receive` for a pass of this optimizer alone, see `Gradients.receive_alone`."""
         self.shown.end_block()
+        if self._held.joined:
+            self.joined.leave_to_pass()
         self.zeroing.look_at_written(pairs)
         try:
             return self.gradients.receive_alone(pairs, scale)
@@ -222,17 +223,20 @@ class OptimizerBackward:
 
     def abandon(self, pairs: ParamPairs) -> None:
         """End the pass as if there had been none: gradients are as before, see `put_back`."""
-        self.current.close()
-        self.shown.withdraw()
-        self.zeroing.abandon()
+        self._fail()
         self.gradients.put_back(pairs)
 
     def drop(self) -> None:
         """End a pass that failed after `receive` began: what was there before is lost, too."""
+        self._fail()
+        self.gradients.drop(self.pairs())
+
+    def _fail(self) -> None:
         self.current.close()
         self.shown.withdraw()
         self.zeroing.abandon()
-        self.gradients.drop(self.pairs())
+        self.pairs()  # others may have come in the block
+        self.joined.drop()
 
     def _end_pass(self) -> None:
         self._foreign.own_passes += 1
@@ -278,7 +282,11 @@ class OptimizerBackward:
     ) -> None:
         """Call after that backward, which was for these optimizers."""
         if not self.current.is_open:  # else a block of its own unscales all
-            self._foreign.note(watch, (one.pairs().model for one in optimizers))
+            self._foreign.note(watch, (one.pairs().model for one in optimizers), scale)
+
+    def foreign_scale_of(self, param: Tensor) -> float | Tensor | None:
+        """See `ForeignGradients.scale_of`."""
+        return self._foreign.scale_of(param) if self._foreign.found else None
 
     def watch_own(self) -> Watch:
         """Return what tells `wrote_own` later which gradients of the model are new."""
@@ -297,7 +305,7 @@ class OptimizerBackward:
     def refuse_scaled(self, caller: str, steps: bool = False, goes_on: bool = False) -> None:
         """Raise if gradients are still scaled; else take in all that a step is to use.
 
-        Inside of a block, behind its backward, they are unscaled now: its end has nothing to do.
+        Inside of a block, after its backward, they are unscaled now: its end has nothing to do.
 
         Args:
             caller: what needs them unscaled, for the message.
@@ -308,15 +316,15 @@ class OptimizerBackward:
             RuntimeError: as said.
         """
         self.shown.end(steps=steps)
-        self._adopt(self.pairs())  # there may be others since the last block
         if self.current.is_open:
             self.current.end_early(steps)
         if self.current.is_open:
             raise RuntimeError(
                 f"{caller} needs unscaled gradients, which there are from the end of a "
-                "scale_loss() block on; got a call inside the block, and not behind its "
-                "backward(). Move it behind the block; at a scale of 1 (O4, O5) hooks may step."
+                "scale_loss() block on; got a call inside the block, and not after its "
+                "backward(). Move it after the block; at a scale of 1 (O4, O5) hooks may step."
             )
+        self.joined.take_over()
         if self.gradients.may_be_cleared:
             self.drop_cleared()
         if self._foreign.found:
@@ -356,7 +364,7 @@ class OptimizerBackward:
             return
         self.note_cleared()
         self._foreign.drop(cleared)
-        # what waits for a further block is at no master yet; else `follow_cleared` comes behind it
+        # what waits for a further block is at no master yet; else `follow_cleared` comes after it
         if self.current.is_open or self.gradients.scaled.scale is not None:
             self.gradients.clear(self.pairs(), cleared)
 
@@ -406,7 +414,7 @@ class OptimizerBackward:
     def release(self) -> None:
         """Nobody skips the next step: unscale scaled gradients, drop those that overflowed."""
         self.shown.end()
-        if self.current.is_open:  # deactivated in a block, behind its backward
+        if self.current.is_open:  # deactivated in a block, after its backward
             self.current.end_early(steps=False)
         with contextlib.suppress(FloatingPointError):  # of no interest, for the scale goes, too
             self.skip.settle()

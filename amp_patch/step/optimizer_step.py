@@ -147,10 +147,15 @@ class OptimizerStep:
         for one in wrapped:
             replace(one, "step", self._step_wrapped, is_wrapped=True)
             replace(one, "zero_grad", self._zero_grad, is_wrapped=True)
-        replace(optimizer, "add_param_group", self.groups.add)
+        replace(optimizer, "add_param_group", self._add_group)
         for one in (optimizer, *wrapped):
             for name in own_methods(one):
                 replace(one, name, self._call_own, is_wrapped=one is not optimizer)
+
+    def _add_group(self, original: Callable[..., Any], param_group: Any) -> None:
+        self.groups.add(original, param_group)
+        if not self.backward.current.is_open:
+            self.backward.joined.take_over()
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -281,7 +286,7 @@ class OptimizerStep:
             self.backward.shown.receive_unscaled()
 
     def note_data_read(self, stepped: Tensor) -> None:
-        """A script may be about to write to ``stepped.data``, also in a hook behind the step."""
+        """A script may be about to write to ``stepped.data``, also in a hook after the step."""
         if self.masters is not None and not self._is_in_own_step():
             self.masters.note_data_read(stepped)
 

@@ -1,6 +1,6 @@
 """What an optimizer's own ``zero_grad`` clears: all, as torch's, or the gradients of some groups.
 
-Half parameters are to follow their masters, which have no gradients behind a step: one of each part
+Half parameters are to follow their masters, which have no gradients after a step: one of each part
 of a group is given one, and what becomes of that tells of the part. Knows groups and pairs; no
 losses and no scales.
 """

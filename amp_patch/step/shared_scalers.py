@@ -117,7 +117,7 @@ class SharedScalers:
     ) -> None:
         """Put scalers at the head of the process's list, and say which of them losses use.
 
-        Behind them come the others that losses go on using; what no loss uses is dropped.
+        After them come the others that losses go on using; what no loss uses is dropped.
 
         Args:
             scalers: at their positions, loss_ids that an optimizer has none of its own for.

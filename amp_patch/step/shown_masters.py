@@ -22,6 +22,7 @@ from amp_patch.weights.parameter_lists import are_same, have_none, stored_grads
 
 from .current_pass import CurrentPass
 from .held_params import HeldParams
+from .joined_params import JoinedParams
 
 
 class _Reading(threading.local):
@@ -47,8 +48,8 @@ only_read = _reading.only
 _EARLY = (
     "optimizers of amp.initialize() step fp32 masters where a model is stored in half, and these "
     "get their gradients with the end of the scale_loss() block; got {} of one's .grad inside of "
-    "the block, behind its backward(). Use the gradients of model.parameters() there, which are "
-    "multiplied by amp.loss_scale(), or those of amp.master_params(optimizer) behind the block."
+    "the block, after its backward(). Use the gradients of model.parameters() there, which are "
+    "multiplied by amp.loss_scale(), or those of amp.master_params(optimizer) after the block."
 )
 
 
@@ -64,6 +65,7 @@ class ShownMasters:
         fused: what steps in its place; None where it steps itself.
         current: the pass that it is in.
         foreign: gradients that came of other optimizers' blocks.
+        joined: parameters that have come late.
     """
 
     def __init__(
@@ -73,10 +75,11 @@ class ShownMasters:
         fused: FusedStep | None,
         current: CurrentPass,
         foreign: ForeignGradients,
+        joined: JoinedParams,
     ) -> None:
         self._held, self._pairs, self._masters = held, held.pairs, held.masters
         self._gradients, self._fused = gradients, fused
-        self._current, self._foreign = current, foreign
+        self._current, self._foreign, self._joined = current, foreign, joined
         self._offer = GradientOffer(self)
         # the masters' own, when a script has read one in a block; None: in this one none has
         self._known: list[Tensor | None] | None = None
@@ -88,6 +91,8 @@ class ShownMasters:
         asks while this one may be in the backward: it reads values, for a log or an average.
         """
         current, stepped = self._current, self._gradients.stepped
+        if not current.is_open:
+            self._joined.take_over()
         if not current.is_open or is_in_backward() or current.is_here:
             if current.is_open and self._masters is not None:
                 current.end_early()
@@ -141,7 +146,7 @@ class ShownMasters:
             raise RuntimeError(_EARLY.format("an assignment"))
 
     def _is_early(self) -> bool:
-        """Return whether this thread is in a block, behind its backward."""
+        """Return whether this thread is in a block, after its backward."""
         current = self._current
         is_behind_backward = current.is_open and current.is_here and not is_in_backward()
         return is_behind_backward and self._gradients.wrote(self._pairs())

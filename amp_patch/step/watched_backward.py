@@ -23,7 +23,7 @@ from .optimizer_backward import OptimizerBackward
 class WatchedBackward:
     """Notes that the backward of the scaled loss runs. Holds no graph, for a graph holds it.
 
-    Behind its block, that of a later block may run through the scaled loss: where the script has
+    After its block, that of a later block may run through the scaled loss: where the script has
     divided what `torch.autograd.grad` returned by ``scaled_loss / loss``.
 
     Args:
@@ -153,6 +153,6 @@ def refuse_late_backward() -> NoReturn:
     """
     raise RuntimeError(
         "scaled_loss.backward() must run inside of its scale_loss() block, before what needs "
-        "unscaled gradients; got one behind it. Indent it below `with amp.scale_loss(loss, "
-        "optimizer) as scaled_loss:`, and call what clips or steps behind the block."
+        "unscaled gradients; got one after it. Indent it below `with amp.scale_loss(loss, "
+        "optimizer) as scaled_loss:`, and call what clips or steps after the block."
     )

@@ -60,7 +60,7 @@ class WritesInStep:
                 "at a level with fp32 masters a step writes to the masters, and its end rounds "
                 f"them into the half weights; got a {self._name}.step() that wrote to half "
                 "weights itself, which is lost. Let it write to the parameters of "
-                "optimizer.param_groups, or write to the model's behind optimizer.step()."
+                "optimizer.param_groups, or write to the model's after optimizer.step()."
             )
 
     def follow(self) -> bool:

@@ -1,4 +1,4 @@
-"""Whether a script clears its gradients where it must: behind each step, and not before it.
+"""Whether a script clears its gradients where it must: after each step, and not before it.
 
 Knows the passes and the gradients of one optimizer, and whether these overflowed; no scale.
 """
@@ -126,7 +126,7 @@ class Zeroing:
         elif self._is_behind_abandoned(pairs):
             warn_once(
                 "a scale_loss() block that an exception ends, or the close of a generator, drops "
-                "its gradients; got an optimizer.step() behind one, which has none. Do after the "
+                "its gradients; got an optimizer.step() after one, which has none. Do after the "
                 "block what may raise, or yields. To go on after an error that you catch (out of "
                 "memory, say), call optimizer.zero_grad() where you catch it."
             )
@@ -145,13 +145,13 @@ class Zeroing:
     def _tell_of_cleared(self, pairs: ParamPairs, by: str) -> None:
         self.was_cleared = False
         self._is_empty = self._gradients.are_cleared(pairs)
-        # A step without those that overflowed is what is meant. So is one that comes behind others
+        # A step without those that overflowed is what is meant. So is one that comes after others
         # that had gradients: the script leaves out a batch, for its norm say.
         if self._is_empty and not self._has_stepped and not self._skip.has_overflowed():
             warn_once(
                 f"gradients must last until the step; got an optimizer.step() after {by} has "
                 "cleared what scale_loss() left, so that it has none. Call optimizer.zero_grad() "
-                "behind optimizer.step(), or before the block."
+                "after optimizer.step(), or before the block."
             )
 
     def _has_used(self, pairs: Callable[[], ParamPairs]) -> bool:

@@ -64,7 +64,7 @@ class Observed(NamedTuple):
             raise self._failure()
 
     def _failure(self) -> click.ClickException:
-        """Return the error, behind what the script printed last: its traceback."""
+        """Return the error, after what the script printed last: its traceback."""
         if self.last_lines:
             click.echo(f"The last lines of the script:\n{self.last_lines}", err=True)
         return click.ClickException(self.error)

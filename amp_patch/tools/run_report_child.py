@@ -21,7 +21,7 @@ class Recorder(StepObserver):
     """Keeps the summaries of the sessions of this process.
 
     Args:
-        tell_of_step: called behind each step, where no CUDA graph is captured.
+        tell_of_step: called after each step, where no CUDA graph is captured.
 
     Attributes:
         rank, world_size: when the process last initialized or stepped.

@@ -57,7 +57,7 @@ def _counting(
         for tensor in every:
             if isinstance(tensor, nn.Parameter) or values.handed_out.has(tensor):
                 # Others keep theirs: autograd holds the statistics of a batch norm, say, and
-                # refuses a backward behind a write to them.
+                # refuses a backward after a write to them.
                 increment_version(tensor)
         return work
 

@@ -189,7 +189,7 @@ class MasterPairs:
         """Return the half parameters whose masters a step had no gradient for, and did not write.
 
         Args:
-            versions: of the masters, behind the step.
+            versions: of the masters, after the step.
         """
         waiting = () if self.lazy is None else self.lazy.params  # a fused step has used these
         if self.are_spread or len(waiting) == len(self.masters):

@@ -111,7 +111,7 @@ class MasterWeights:
     def given_back(self) -> Iterator[None]:
         """Let the optimizer step the parameters themselves in the block, in their fp32 values.
 
-        What is written to these then is written to the masters. Call `follow` behind the block.
+        What is written to these then is written to the masters. Call `follow` after the block.
         """
         self.reconcile()
         with self._pairs.given_back():

@@ -368,7 +368,7 @@ class PreparedModels:
         known = self._state_hooks.get(model)
         for handle in () if known is None else known.handles:
             handle.remove()
-        self._state_hooks.pop(model, None)  # behind an interrupt the handles are needed once more
+        self._state_hooks.pop(model, None)  # after an interrupt the handles are needed once more
         self.levels.pop(model, None)
 
     def _put_back(self, model: nn.Module, level: OptLevel | None, rules: ModelRules) -> None:

@@ -23,7 +23,7 @@ from .parameter_lists import as_plain_tensors
 class UnseenWrites:
     """Compares the bits of masters with what they were, in the first steps of a training.
 
-    And behind a read of their ``.data``. Where it finds a write it looks in all later steps, too. A
+    And after a read of their ``.data``. Where it finds a write it looks in all later steps, too. A
     look reads all masters.
 
     Args:

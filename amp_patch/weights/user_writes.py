@@ -36,7 +36,7 @@ class UserWrites:
         self._versions.give(self._pairs.half_versions(), self._pairs.master_versions())
 
     def note_new(self, count: int) -> None:
-        """Pairs have come behind the first ``count``; the user has them with the others."""
+        """Pairs have come after the first ``count``; the user has them with the others."""
         self.unseen.note(self._pairs.local_masters()[count:])
         if self._versions.given:
             self._versions.give_new(self._pairs.half_versions(), self._pairs.master_versions())

@@ -62,7 +62,7 @@ class Versions:
         self._note_when()
 
     def give_new(self, params: Sequence[int], values: Sequence[int]) -> None:
-        """Pairs have come behind those of which the user was given the values: these as well.
+        """Pairs have come after those of which the user was given the values: these as well.
 
         Args:
             params, values: see `give_again`.

@@ -82,7 +82,7 @@ def _give_back(
         for given, cast, _ in written
         if type(cast) is Tensor and _may_be_written(given, cast)
     ]
-    for one in tensors:  # behind all looks, for one tensor may have been passed twice
+    for one in tensors:  # after all looks, for one tensor may have been passed twice
         _write(*one)
     for given, cast, before in written:
         if type(cast) is not Tensor:

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS), str(TESTS / "distributed")]
 
-import pages  # noqa: E402  # behind the path
+import pages  # noqa: E402  # after the path
 import ranks  # noqa: E402
 from benchmarks.rounds import Seconds, interleave, ratio  # noqa: E402
 

@@ -31,7 +31,7 @@ class Times:
 
 
 def time_calls(run: Callable[[], object], device: torch.device, repeats: int) -> Times:
-    """Time a call ``repeats`` times, behind some that are not timed."""
+    """Time a call ``repeats`` times, after some that are not timed."""
     for _ in range(_WARM_UP if device.type == "cuda" else 1):
         run()
     host = statistics.median(_host_time(run, device) for _ in range(repeats))

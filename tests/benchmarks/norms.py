@@ -203,7 +203,7 @@ def measure_left_out() -> dict[str, dict[str, list[float]]]:
 
 
 class NormBehind(language_model.Block):
-    """The block with its norms behind the sums, as BERT has them, and a softmax of its own."""
+    """The block with its norms after the sums, as BERT has them, and a softmax of its own."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         hidden = self.norm1(hidden + self.out(self.attend(hidden)))
@@ -220,7 +220,7 @@ class NormBehind(language_model.Block):
         return mixed.transpose(1, 2).flatten(2)
 
 
-BLOCKS = {"norms before the layers": language_model.Block, "norms behind the sums": NormBehind}
+BLOCKS = {"norms before the layers": language_model.Block, "norms after the sums": NormBehind}
 
 
 def final_loss(block: type[nn.Module], level: str, given: str, seed: int, steps: int) -> float:

@@ -135,7 +135,7 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, argparse
     parser.add_argument("--candidates", nargs="+", choices=NAMES, default=NAMES, metavar="NAME")
     parser.add_argument("--rounds", type=int, default=9, help="blocks of steps of each")
     parser.add_argument(
-        "--minutes", type=float, default=float("inf"), help="behind these no row is begun"
+        "--minutes", type=float, default=float("inf"), help="after these no row is begun"
     )
     parser.add_argument("--again", action="store_true", help="measure also what is there")
     parser.add_argument("--retry", action="store_true", help="... of that, what has failed")

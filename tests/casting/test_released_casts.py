@@ -126,7 +126,7 @@ def layers(cache: WeightCache, device: torch.device, last: int = 3) -> nn.Sequen
 
 
 def pass_through(cache: WeightCache, model: nn.Sequential, found: list[int]) -> None:
-    """Run forward and backward; note the bytes of casts behind the backward of each layer."""
+    """Run forward and backward; note the bytes of casts after the backward of each layer."""
     hidden = torch.randn(2, 3, dtype=HALF, device=model[0].weight.device, requires_grad=True)
     for layer in model:
         hidden.register_hook(lambda _: found.append(bytes_of(cache)))

@@ -1,4 +1,4 @@
-"""Elements behind the 2**31st, by every kernel that has chunks, with the CPU running its text."""
+"""Elements after the 2**31st, by every kernel that has chunks, with the CPU running its text."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -39,7 +39,7 @@ class Memory:
         """Fail where anything beside a tensor was written."""
         for memory, begin, end in self._placed:
             assert memory[:begin].min() == _ALL_ONES, "written before a tensor"
-            assert memory[end:].min() == _ALL_ONES, "written behind a tensor"
+            assert memory[end:].min() == _ALL_ONES, "written after a tensor"
 
 
 def row_table(rows: Sequence[Sequence[Tensor | None]]) -> Tensor:

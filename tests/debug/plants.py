@@ -18,7 +18,7 @@ WIDTH = 8
 
 
 class Large(nn.Module):
-    """A linear layer whose product is beyond float16, and brought back behind it."""
+    """A linear layer whose product is beyond float16, and brought back after it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -353,7 +353,7 @@ def test_training_goes_on_bit_for_bit(amp, level: str, recompute: bool | None) -
             factor = torch.inf if step == 10 else 1000.0
 
             def loss_of(outputs: Tensor, model=model, factor=factor) -> Tensor:
-                model.body[1].running_mean.data.add_(0.1)  # behind the forward
+                model.body[1].running_mean.data.add_(0.1)  # after the forward
                 return square(outputs) * factor * (1.0 + torch.rand(()))
 
             train(amp, model, optimizer, loss_of)

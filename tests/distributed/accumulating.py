@@ -187,7 +187,7 @@ def several_forwards(case: str, levels: tuple[str | None, ...]) -> list[list[Ten
     Args:
         case: "labels": a forward without gradients, which would share, comes between forward and
             backward of a micro-batch that is local; "labels of rank 0": on that rank alone;
-            "reference": one under ``no_sync()`` comes behind the one whose backward shares.
+            "reference": one under ``no_sync()`` comes after the one whose backward shares.
         levels: None trains without amp.
     """
     return [_trained_by_several_forwards(case, level) for level in levels]

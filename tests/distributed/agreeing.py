@@ -77,7 +77,7 @@ def put_back() -> list[bool]:
 
 
 def averaged_by_hand(levels: tuple[str, ...]) -> list[tuple[Tensor, list[bool]]]:
-    """Return the weight, and the skipped steps, where ranks average gradients behind the block.
+    """Return the weight, and the skipped steps, where ranks average gradients after the block.
 
     Nothing tells which ranks step together. Rank 1 overflows in the second step.
     """
@@ -202,7 +202,7 @@ def closure_by(sharing: str) -> tuple[Tensor, list[bool]]:
     """Return the weight, and the skipped steps, where no group is given and rank 1 finds an inf.
 
     Args:
-        sharing: "hand" averages gradients behind the block, and that of rank 1 overflows; by "ddp"
+        sharing: "hand" averages gradients after the block, and that of rank 1 overflows; by "ddp"
             the loss that its closure returns is inf, and the gradients are not.
     """
     model = nn.Linear(2, 2)

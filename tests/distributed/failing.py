@@ -68,7 +68,7 @@ def train(
 
     Args:
         model, optimizer: as `resuming.prepare` returns them.
-        at: called with the step and its part, before "forward", in the "backward", behind it in the
+        at: called with the step and its part, before "forward", in the "backward", after it in the
             "block", before "clip" and "step", and when a step is "over".
         begins_with: the number of the first step.
     """

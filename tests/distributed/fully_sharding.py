@@ -180,7 +180,7 @@ def flat_without_sync() -> list[tuple[bool, float]]:
 
 
 def clipped_by_the_model(level: str) -> tuple[list[float], list[float], str]:
-    """Clip by the method of an FSDP1 model, in the block and behind it.
+    """Clip by the method of an FSDP1 model, in the block and after it.
 
     Returns:
         The norms that it returned, and those of the gradients that were then stepped, in both

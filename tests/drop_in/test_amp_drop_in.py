@@ -1,4 +1,4 @@
-"""apex.amp: what scripts find behind `initialize`, and do by it."""
+"""apex.amp: what scripts find after `initialize`, and do by it."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ HALVES = [torch.float16, torch.bfloat16]
 
 @pytest.fixture
 def load(apex: types.ModuleType) -> Any:
-    """Imports a module of the drop-in by its name behind 'apex.'."""
+    """Imports a module of the drop-in by its name after 'apex.'."""
     return lambda name: importlib.import_module(f"apex.{name}")
 
 

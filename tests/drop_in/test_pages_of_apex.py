@@ -137,7 +137,7 @@ LAYERS = [
         [nn.RMSNorm(6, eps=1e-5)],
     ),
     (
-        "with a `ReLU` behind the last `Linear`, too",
+        "with a `ReLU` after the last `Linear`, too",
         lambda apex: apex.mlp.MLP([6, 5, 4]),
         [nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4), nn.ReLU()],
     ),

@@ -287,7 +287,7 @@ def count_sums(rank: int, options: dict[str, Any], how: str = "") -> list[str]:
 def test_buckets_are_summed_while_the_backward_runs(pair: Pair) -> None:
     for events in pair.run(count_sums, {"message_size": 1}):
         assert events.count("sum") == 5
-        assert events[-1] == "grad"  # the hook of the test, behind the last sum
+        assert events[-1] == "grad"  # the hook of the test, after the last sum
     for events in pair.run(count_sums, {"message_size": 2}):
         assert events.count("sum") == 3
     for events in pair.run(count_sums, {"message_size": 1, "delay_allreduce": True}):
@@ -427,7 +427,7 @@ def test_checkpoints(pair: Pair, use_reentrant: bool, options: dict[str, Any]) -
 
 
 def checkpointed_as_a_whole(rank: int, use_reentrant: bool) -> Any:
-    """Use one weight behind a checkpoint of the wrapper, one inside of it, one before it."""
+    """Use one weight after a checkpoint of the wrapper, one inside of it, one before it."""
     model = Scaled(1.0, 1.0, 1.0)
     wrapped = parallel().DistributedDataParallel(model, gradient_average=False)
     behind, _, before = model.weights

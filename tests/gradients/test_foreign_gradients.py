@@ -14,7 +14,7 @@ X = torch.linspace(-1, 1, 12).reshape(4, 3)
 
 
 class Pair(nn.Module):
-    """Two layers, one behind the other, for two optimizers."""
+    """Two layers, one after the other, for two optimizers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -212,7 +212,7 @@ def test_the_sixteenth_block_is_watched_still(amp: ModuleType, level: str) -> No
 
 
 class Blocks(nn.Module):
-    """A layer, and two behind it that another optimizer steps."""
+    """A layer, and two after it that another optimizer steps."""
 
     def __init__(self) -> None:
         super().__init__()

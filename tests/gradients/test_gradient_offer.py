@@ -81,7 +81,7 @@ def test_one_that_is_set_is_set_behind_the_others(giver: Giver) -> None:
 
 def test_what_is_withdrawn_asks_no_more(giver: Giver) -> None:
     giver.offer_gradients()
-    giver.offer_gradients()  # behind a second backward
+    giver.offer_gradients()  # after a second backward
     giver.offer.withdraw()
     assert giver.has_own_classes()
     assert [param.grad for param in giver.params] == [None, None]

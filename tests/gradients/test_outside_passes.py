@@ -206,7 +206,7 @@ def freshly(grad, factor):
 def test_another_gradient_in_the_place_of_one_that_a_master_has_received_is_told(
     amp, opt_level, scale, options, anew
 ):
-    """Also behind the first steps, in which more is looked at."""
+    """Also after the first steps, in which more is looked at."""
     model, optimizer = start(amp, opt_level, loss_scale=scale, **options)
 
     def train(factor):
@@ -400,7 +400,7 @@ def take_norm(params):
 def test_what_a_script_writes_to_gradients_of_the_groups_is_stepped(
     amp, opt_level, write, fused_step
 ):
-    """Behind a plain backward, as in plain PyTorch: a script clips by hand, merges, or freezes."""
+    """After a plain backward, as in plain PyTorch: a script clips by hand, merges, or freezes."""
     model, optimizer = start(amp, opt_level, fused_step=fused_step)
     plain, twins = float32_twin(amp, model, optimizer)
     for _ in range(3):

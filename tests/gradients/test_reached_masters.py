@@ -108,7 +108,7 @@ def test_gradients_that_a_script_gives_to_masters_in_a_block_are_refused(amp: Mo
         param.grad = grad.float()
     with pytest.raises(RuntimeError, match=r"got 2 that a script has given to fp32 masters in it"):
         block.__exit__(None, None, None)
-    with pytest.warns(UserWarning, match=r"got an optimizer.step\(\) behind one, which has none"):
+    with pytest.warns(UserWarning, match=r"got an optimizer.step\(\) after one, which has none"):
         optimizer.step()
     assert all(map(torch.equal, stepped(optimizer), before))
 

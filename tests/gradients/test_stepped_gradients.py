@@ -1,4 +1,4 @@
-"""What a script does to gradients of the groups behind a step, the next backward adds to."""
+"""What a script does to gradients of the groups after a step, the next backward adds to."""
 
 import copy
 import warnings

@@ -139,7 +139,7 @@ def test_a_check_notices_gradients_that_are_not_like_those_before(modules: Emula
 
     dense = torch.ones(3, dtype=torch.float16)
     assert look(dense)
-    assert not look(dense[:1].expand(3))  # its memory ends behind the first element
+    assert not look(dense[:1].expand(3))  # its memory ends after the first element
     assert not look(sparse(1.0, 1.0, 1.0).half())
     assert not look(dense, square.t().contiguous().t())
     assert look(dense)

@@ -24,7 +24,7 @@ from amp_patch.step import loss_scaling
 SECONDS = 420
 #: Of each tool, so many kinds of reports are shown: an initcheck of torch's kernels has thousands.
 KINDS = 20
-# no allocator between the tensors: what lies behind a tensor's end is nobody's
+# no allocator between the tensors: what lies after a tensor's end is nobody's
 ENVIRONMENT = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 # a call that cupy makes for us is ours, too
 OURS = re.compile(rf"\b({'|'.join(chain.from_iterable(KERNELS.values()))})\b|/cupy")

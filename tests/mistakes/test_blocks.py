@@ -139,11 +139,11 @@ def of_a_scaled_loss(amp: Any, model: Any, optimizer: Any) -> None:
 
 ANOTHER, LATE = "must be that of the loss it yields", "must run inside of its scale_loss"
 REFUSED: dict[str, tuple[Callable[..., None], str, tuple[str, ...]]] = {
-    "clip before backward": (with_scaled(clip_before_backward), "Move it behind", LEVELS),
+    "clip before backward": (with_scaled(clip_before_backward), "Move it after", LEVELS),
     "an unscaled term": (with_scaled(with_penalty), ANOTHER, ("O1", "O2")),
     "an unscaled term in place": (with_scaled(with_penalty_in_place), ANOTHER, ("O1", "O2")),
     "an unscaled loss beside": (with_scaled(beside_penalty), ANOTHER, ("O1", "O2")),
-    "backward behind clip": (with_scaled(again_behind_clip), LATE, ("O1", "O2")),
+    "backward after clip": (with_scaled(again_behind_clip), LATE, ("O1", "O2")),
     "loss.backward() late": (late_with_auxiliary, ANOTHER, ("O1", "O2")),
     "backward outside late": (late_behind, LATE, ("O1", "O2")),
     "clipping of scaled gradients": (
@@ -221,7 +221,7 @@ def test_a_scaled_loss_that_is_divided_by_the_scale(
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("where", ["behind the block", "in the block"])
+@pytest.mark.parametrize("where", ["after the block", "in the block"])
 @pytest.mark.parametrize("by", ["optimizer", "model"])
 def test_cleared_between_backward_and_step(
     amp: ModuleType, level: str, where: str, by: str
@@ -235,7 +235,7 @@ def test_cleared_between_backward_and_step(
                 scaled_loss.backward()
                 if where == "in the block":
                     owner.zero_grad()
-            if where == "behind the block":
+            if where == "after the block":
                 owner.zero_grad()
             optimizer.step()
     told = [str(one.message)[:37] for one in caught if one.filename == __file__]
@@ -399,7 +399,7 @@ IN_BLOCK: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]]]
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("call", IN_BLOCK)
-@pytest.mark.parametrize("steps", ["behind", "inside"])
+@pytest.mark.parametrize("steps", ["after", "inside"])
 def test_what_needs_unscaled_gradients_in_the_block(
     amp: ModuleType, level: str, call: str, steps: str
 ) -> None:
@@ -414,7 +414,7 @@ def test_what_needs_unscaled_gradients_in_the_block(
             if steps == "inside":
                 optimizer.step()
                 optimizer.zero_grad()
-        if steps == "behind":
+        if steps == "after":
             optimizer.step()
     torch.testing.assert_close(weights(model), expected, rtol=1e-6, atol=1e-8)
 

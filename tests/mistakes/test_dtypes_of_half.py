@@ -21,7 +21,7 @@ CASTING = {"O1": "torch.float16", "O4": "torch.bfloat16"}
 FILL = "write torch.finfo(x.dtype).min in the place of -1e9, or take opt_level 'O4' or 'O5'"
 MEND = (
     "put `with amp.float_region():` around it, give it x.float() in the place of x, and hand on "
-    "y.to(x.dtype) behind it"
+    "y.to(x.dtype) after it"
 )
 
 #: Functions that torch refuses half numbers for, each by words of its own, and that have no rule:

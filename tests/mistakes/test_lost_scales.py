@@ -1,4 +1,4 @@
-"""Earlier weights that come back behind a training that diverged: they train at a new scale."""
+"""Earlier weights that come back after a training that diverged: they train at a new scale."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ def own_loss_in_a_thread(head: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("level", SCALED)
-@pytest.mark.parametrize("when", ["before", "inside", "inside, by a thread", "behind", "reached"])
+@pytest.mark.parametrize("when", ["before", "inside", "inside, by a thread", "after", "reached"])
 def test_an_optimizer_of_another_model_steps_by_its_own_loss(
     amp: ModuleType, level: str, when: str
 ) -> None:
@@ -163,7 +163,7 @@ def test_an_optimizer_of_another_model_steps_by_its_own_loss(
             if inside is not None:
                 inside(head)
             scaled_loss.backward()
-        if when in ("behind", "reached"):
+        if when in ("after", "reached"):
             others[0].zero_grad(set_to_none=False)
             own_loss(head)
         own_loss(by_hand)

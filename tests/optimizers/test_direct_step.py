@@ -677,7 +677,7 @@ def test_state_that_was_replaced_goes_at_once(
     assert all(state["step"] == 3 for state in optimizer.state.values())
 
 
-@pytest.mark.parametrize("when", ["before", "behind"])
+@pytest.mark.parametrize("when", ["before", "after"])
 def test_a_function_that_a_script_replaced_is_called(
     amp: ModuleType, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
@@ -687,7 +687,7 @@ def test_a_function_that_a_script_replaced_is_called(
     if when == "before":
         monkeypatch.setattr(sys.modules[SGD.__module__], "sgd", lambda *_, **__: calls.append(1))
     amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
-    if when == "behind":
+    if when == "after":
         monkeypatch.setattr(sys.modules[SGD.__module__], "sgd", lambda *_, **__: calls.append(1))
     scaled_backward(amp, model(torch.ones(1, 2)).sum(), optimizer)
     optimizer.step()

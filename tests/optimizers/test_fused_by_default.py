@@ -54,7 +54,7 @@ def fused_of(optimizer: Optimizer) -> list[Any]:
 @pytest.mark.usefixtures("on_gpu")
 def test_trains_as_with_fused_to_the_bit(amp: ModuleType) -> None:
     @trains()
-    @example("O2", "adamw", ["finite", "reload"])  # behind a step masters ask for gradients
+    @example("O2", "adamw", ["finite", "reload"])  # after a step masters ask for gradients
     @given(
         st.sampled_from(LEVELS),
         st.sampled_from(list(MAKERS)),

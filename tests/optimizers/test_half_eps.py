@@ -92,7 +92,7 @@ class Own(Optimizer):
 def test_of_an_optimizer_that_is_not_torchs_its_state_tells(
     amp: ModuleType, monkeypatch: pytest.MonkeyPatch, state_dtype: torch.dtype | None
 ) -> None:
-    """Behind the first step that is not skipped; the others are no longer looked at."""
+    """After the first step that is not skipped; the others are no longer looked at."""
     looks: list[Optimizer] = []
     look = half_eps.warn_of_eps
     monkeypatch.setattr(half_eps, "warn_of_eps", lambda one: (looks.append(one), look(one)))

@@ -244,7 +244,7 @@ def test_a_closure_that_leaves_gradients_scaled_is_refused(amp: ModuleType) -> N
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_closure_ends_an_accumulation(amp: ModuleType, level: str) -> None:
-    """Lightning calls the last backward so, behind micro-batches under ``no_sync()``."""
+    """Lightning calls the last backward so, after micro-batches under ``no_sync()``."""
     model, optimizer = prepared(amp, level)
     before = [master.detach().clone().float() for master in amp.master_params(optimizer)]
 

@@ -1,4 +1,4 @@
-"""Gradients that a script gives behind its blocks; a step is skipped where they are not finite."""
+"""Gradients that a script gives after its blocks; a step is skipped where they are not finite."""
 
 import math
 

@@ -6,6 +6,7 @@ come with gradients that blocks of other optimizers have multiplied by the loss 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from types import ModuleType
@@ -92,9 +93,11 @@ JOINS: dict[str, Callable[[Training], None]] = {
 }
 
 
-def assert_alike(found: list[Tensor], expected: list[Tensor]) -> None:
+def assert_alike(found: list[Tensor], expected: list[Tensor], level: str) -> None:
+    """At O5 gradients of some passes were added up in bfloat16, which has 8 bits."""
+    atol = 5e-3 if level == "O5" else 3e-4
     for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=5e-3, atol=5e-4)
+        torch.testing.assert_close(one, other, rtol=1e-2, atol=atol)
 
 
 @pytest.mark.parametrize("join", JOINS)
@@ -112,7 +115,7 @@ def test_gradients_of_the_stage_before_count_once(
                 JOINS[join](one)
             one.step()
         trained.append(one.weights())
-    assert_alike(trained[1], trained[0])
+    assert_alike(trained[1], trained[0], level)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
@@ -125,7 +128,7 @@ def test_a_scale_that_has_moved_meanwhile_is_followed(amp: ModuleType, level: st
         add_group(one)
         one.step()
         trained.append(one.weights())
-    assert_alike(trained[1], trained[0])
+    assert_alike(trained[1], trained[0], level)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
@@ -140,7 +143,96 @@ def test_a_group_may_come_between_two_blocks_of_a_step(
         one.backward(delay_unscale=delays[1])
         one.optimizer.step()
         trained.append(one.weights())
-    assert_alike(trained[1], trained[0])
+    assert_alike(trained[1], trained[0], level)
+
+
+def block(
+    one: Training, before: Callable[[Training], None], after: Callable[[Training], None]
+) -> None:
+    """Make a block; call these in it, before its backward and after it."""
+    loss = one.model(X).float().square().mean()
+    plain: Any = contextlib.nullcontext(loss)
+    with plain if one.amp is None else one.amp.scale_loss(loss, one.optimizer) as scaled_loss:
+        before(one)
+        scaled_loss.backward()
+        after(one)
+
+
+def nothing(_: Training) -> None:
+    pass
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("steps_before", [0, 1])
+@pytest.mark.parametrize(
+    "acts", [(add_group, nothing), (nothing, add_group)], ids=["before", "after"]
+)
+def test_a_group_may_come_inside_of_a_block(
+    amp: ModuleType, level: str, steps_before: int, acts: Any
+) -> None:
+    trained = []
+    for one in (Training(None), Training(amp, level)):
+        for _ in range(steps_before):
+            one.step()
+        block(one, *acts)
+        one.optimizer.step()
+        one.optimizer.zero_grad()
+        one.step()
+        trained.append(one.weights())
+    assert_alike(trained[1], trained[0], level)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize(
+    "acts", [(add_group, nothing), (nothing, add_group)], ids=["before", "after"]
+)
+def test_of_a_block_that_fails_a_group_that_came_in_it_has_nothing(
+    amp: ModuleType, level: str, acts: Any
+) -> None:
+    def fail(one: Training) -> None:
+        acts[1](one)
+        raise InterruptedError
+
+    one, plain = Training(amp, level), Training(None)
+    with pytest.raises(InterruptedError):
+        block(one, acts[0], fail)
+    add_group(plain)
+    for each in (one, plain):
+        each.step()
+    assert_alike(one.weights(), plain.weights(), level)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_a_layer_with_a_plain_gradient_may_come_between_two_blocks_of_a_step(
+    amp: ModuleType, level: str
+) -> None:
+    trained = []
+    for one in (Training(None), Training(amp, level)):
+        torch.manual_seed(1)
+        layer = nn.Linear(2, 2)
+        layer(torch.ones(1, 2)).square().sum().backward()
+        one.backward(delay_unscale=True)
+        one.optimizer.add_param_group({"params": list(layer.parameters())})
+        one.backward()
+        one.optimizer.step()
+        trained.append([param.detach().float() for param in layer.parameters()])
+    assert_alike(trained[1], trained[0], level)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("reads", ["master_params", "clips by hand"])
+def test_masters_that_are_read_after_a_group_has_come_have_true_gradients(
+    amp: ModuleType, level: str, reads: str
+) -> None:
+    norms = []
+    for one in (Training(None), Training(amp, level)):
+        one.backward()
+        add_group(one)
+        params = [param for group in one.optimizer.param_groups for param in group["params"]]
+        if one.amp is not None and reads == "master_params":
+            params = list(amp.master_params(one.optimizer))
+        norms.append(torch.stack([param.grad.float().norm() for param in params]))
+    torch.testing.assert_close(norms[1], norms[0], rtol=2e-2, atol=1e-4)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
@@ -156,18 +248,27 @@ def test_a_group_that_comes_before_a_clip_is_clipped_by_its_true_gradients(
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
-def test_a_group_may_be_taken_out_and_put_back(amp: ModuleType, level: str) -> None:
+@pytest.mark.parametrize("steps_without", [1, 2])
+@pytest.mark.parametrize("comes_back", ["before the block", "before the step"])
+def test_a_group_may_be_taken_out_and_put_back(
+    amp: ModuleType, level: str, steps_without: int, comes_back: str
+) -> None:
     trained = []
     for one in (Training(None), Training(amp, level)):
         add_group(one)
-        for step in range(4):
-            if step == 1:
-                out = one.optimizer.param_groups.pop(1)
-            if step == 3:
-                one.optimizer.param_groups.append(out)
+        one.step()
+        out = one.optimizer.param_groups.pop(1)
+        for _ in range(steps_without):
             one.step()
+        if comes_back == "before the block":
+            one.optimizer.param_groups.append(out)
+            one.backward()
+        else:
+            one.backward()
+            one.optimizer.param_groups.append(out)
+        one.optimizer.step()
         trained.append(one.weights())
-    assert_alike(trained[1], trained[0])
+    assert_alike(trained[1], trained[0], level)
 
 
 @pytest.mark.filterwarnings("ignore:Gradient overflow")
@@ -216,7 +317,30 @@ def test_a_group_may_move_to_another_optimizer(amp: ModuleType, level: str, how:
                 optimizer.step()
         return [value.float() for value in copy.deepcopy(model.state_dict()).values()]
 
-    assert_alike(train(amp), train(None))
+    assert_alike(train(amp), train(None), level)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("how", ["move", "join"])
+def test_what_a_block_of_the_other_optimizer_wrote_before_is_unscaled(
+    amp: ModuleType, level: str, how: str
+) -> None:
+    def train(amp: ModuleType | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
+        first, second = (SGD(layer.parameters(), lr=0.1) for layer in (model[0], model[2]))
+        if amp is not None:
+            amp.initialize(model, [first, second], opt_level=level, verbosity=0)
+        loss = model(X).float().square().mean()
+        scaled_backward(amp, loss, second) if amp else loss.backward()
+        if how == "move":
+            second.param_groups.append(first.param_groups.pop(0))
+        else:
+            second.add_param_group({"params": list(model[0].parameters())})
+        second.step()
+        return [value.float() for value in copy.deepcopy(model.state_dict()).values()]
+
+    assert_alike(train(amp), train(None), level)
 
 
 @pytest.mark.parametrize("first", ["with its optimizer", "without"])

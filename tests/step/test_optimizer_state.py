@@ -1,4 +1,4 @@
-"""An optimizer's state at the dtypes of what it steps, and behind loads."""
+"""An optimizer's state at the dtypes of what it steps, and after loads."""
 
 from types import ModuleType
 from typing import Any

@@ -219,8 +219,8 @@ def test_a_step_in_the_backward_of_a_scaled_loss_is_refused(amp: ModuleType, lev
     before = everything(model, optimizer)
     message = (
         r"^optimizer.step\(\) needs unscaled gradients, which there are from the end of a "
-        r"scale_loss\(\) block on; got a call inside the block, and not behind its backward\(\). "
-        r"Move it behind the block; at a scale of 1 \(O4, O5\) hooks may step.$"
+        r"scale_loss\(\) block on; got a call inside the block, and not after its backward\(\). "
+        r"Move it after the block; at a scale of 1 \(O4, O5\) hooks may step.$"
     )
     loss = model(torch.ones(2, 4)).sum()
     model.bias.register_post_accumulate_grad_hook(lambda _: optimizer.step())

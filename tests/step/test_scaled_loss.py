@@ -229,7 +229,7 @@ def test_blocks_of_one_optimizer_inside_each_other_are_refused(amp: ModuleType, 
 def test_a_block_that_an_interrupt_kept_from_its_body_is_as_if_it_had_not_been(
     amp: ModuleType, level: str, wrote: bool
 ) -> None:
-    """Python calls no ``__exit__`` where Ctrl-C comes right behind ``__enter__``."""
+    """Python calls no ``__exit__`` where Ctrl-C comes right after ``__enter__``."""
     values = []
     for is_interrupted in (False, True):
         model, optimizer = prepared(amp, level, 1024.0)

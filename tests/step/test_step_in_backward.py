@@ -82,7 +82,7 @@ def test_it_trains_by_the_fused_step(amp: ModuleType) -> None:
 
 
 class _EverySecond:
-    """Steps a parameter's own optimizer behind every second backward that writes to it."""
+    """Steps a parameter's own optimizer after every second backward that writes to it."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer, self.calls = optimizer, 0
@@ -151,6 +151,6 @@ def test_clipping_there_is_refused(amp: ModuleType) -> None:
             lambda _: nn.utils.clip_grad_norm_(model.parameters(), 0.01)
         )
     loss = F.cross_entropy(model(X), Y)
-    with pytest.raises(RuntimeError, match="not behind its backward"):  # noqa: SIM117
+    with pytest.raises(RuntimeError, match="not after its backward"):  # noqa: SIM117
         with amp.scale_loss(loss, optimizer) as scaled_loss:
             scaled_loss.backward()

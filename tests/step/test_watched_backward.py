@@ -1,4 +1,4 @@
-"""A backward that is not the scaled loss's, or comes behind its block, is refused."""
+"""A backward that is not the scaled loss's, or comes after its block, is refused."""
 
 import copy
 from types import ModuleType

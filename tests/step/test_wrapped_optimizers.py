@@ -15,7 +15,7 @@ LEVELS = pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
 
 
 class SharpnessAware(Optimizer):
-    """SAM, written as most scripts have it: two steps, each behind a backward of its own.
+    """SAM, written as most scripts have it: two steps, each after a backward of its own.
 
     Foret et al., Sharpness-Aware Minimization for Efficiently Improving Generalization, 2021.
     """
@@ -451,7 +451,7 @@ def test_a_step_past_the_own_one_is_skipped_after_an_overflow(
 def stepped_past_own(
     make: Any, level: str | None, amp: ModuleType, factors: list[float]
 ) -> list[list[Tensor]]:
-    """Return the weights behind each step, of which the second loss is multiplied by a factor."""
+    """Return the weights after each step, of which the second loss is multiplied by a factor."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
     inputs, targets = torch.randn(32, 6), torch.randint(3, (32,))
@@ -573,7 +573,7 @@ def test_gradients_kept_from_a_step_that_raised_are_not_stepped_later(amp: Modul
 def test_own_methods_find_gradients_that_a_script_gave_to_the_model(
     amp: ModuleType, level: str
 ) -> None:
-    """By ``torch.autograd.grad``, behind which no backward was."""
+    """By ``torch.autograd.grad``, after which no backward was."""
     model = nn.Linear(4, 2)
     optimizer = DerivedSharpnessAware(model.parameters(), lr=0.1)
     amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=1.0)

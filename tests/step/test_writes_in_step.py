@@ -250,7 +250,7 @@ def test_what_the_step_writes_to_half_gradients_is_told_of(
         (evaluating_by_hand, 0),
         (stepping_twice, 0),
     ],
-    ids=["projects", "own list", "groups", "evaluates", "hook", "behind", "by hand", "twice"],
+    ids=["projects", "own list", "groups", "evaluates", "hook", "after", "by hand", "twice"],
 )
 def test_what_the_step_writes_to_half_weights_is_told_of(
     amp: ModuleType, level: str, make: Any, count: int

@@ -150,7 +150,7 @@ def test_a_step_without_a_block_since_the_last_is_told() -> None:
 
 def test_a_step_behind_an_abandoned_block_alone_is_told_of_it() -> None:
     (message,) = told("block", "step", "zero_grad", "abandoned_block", "step")
-    assert message.startswith("optimizer.step() behind one, which has none")
+    assert message.startswith("optimizer.step() after one, which has none")
     (message,) = told("block", "step", "abandoned_block", "step", "zero_grad", "step")
     assert message.startswith("optimizer.step() with those of the last step")
 

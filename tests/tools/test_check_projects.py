@@ -292,7 +292,7 @@ def test_what_a_configuration_is_given_in_a_file_is_a_default(project: Path, mad
 
 
 def notebook(path: Path, *cells: str) -> Path:
-    """Write a notebook: cells of code, each behind one of text."""
+    """Write a notebook: cells of code, each after one of text."""
     parts = [
         {"cell_type": kind, "metadata": {}, "source": text.splitlines(keepends=True)}
         for cell in cells

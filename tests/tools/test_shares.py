@@ -21,7 +21,7 @@ def test_a_metric_is_compared_with_the_reference_alone(value: float, reference: 
 @hypothesis.given(st.floats(-1.0, 1.0))
 def test_a_constant_that_a_script_subtracts_makes_of_a_like_loss_no_other(shift: float) -> None:
     losses = [4.0 * 0.8**step - shift for step in range(60)]
-    # a ten-thousandth of what the loss has fallen by behind its first quarter
+    # a ten-thousandth of what the loss has fallen by after its first quarter
     away = 1e-4 * (losses[15] - losses[-1])
     assert abs(share(losses[-1] + away, losses[-1], losses)) <= 1e-4 / LEAST * 1.01
 

@@ -66,7 +66,7 @@ WAYS = [load, load_through_data]
 
 
 def expected_at(level: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return what the model is to hold: parameters that no fp32 value stands behind are rounded."""
+    """Return what the model is to hold: parameters that no fp32 value stands after are rounded."""
     rounded = {"O3": ("0.", "1.weight", "1.bias", "2.", "3.weight", "3.bias")}
     rounds = rounded.get(level, ("3.weight", "3.bias"))
     return {
@@ -250,7 +250,7 @@ def test_masters_are_held_until_the_model_is_used(amp: ModuleType) -> None:
 def test_what_is_written_to_a_parameter_behind_a_state_counts(
     amp: ModuleType, level: str, through_data: bool
 ) -> None:
-    """A clamp behind a checkpoint, say: the state still has what was before."""
+    """A clamp after a checkpoint, say: the state still has what was before."""
     model, optimizer = prepared(amp, level, made(0))
     saved = model.state_dict()
     with torch.no_grad():
@@ -336,7 +336,7 @@ def test_a_step_of_another_thread_while_a_state_dict_is_made_stays(
     def stepped(self: FP32Values, tensor: Tensor) -> Tensor:
         value = exact(self, tensor)
         with torch.no_grad():
-            tensor.fill_(0.5)  # behind the copy, as by a step in another thread
+            tensor.fill_(0.5)  # after the copy, as by a step in another thread
         return value
 
     monkeypatch.setattr(FP32Values, "exact", stepped)

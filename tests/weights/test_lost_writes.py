@@ -1,4 +1,4 @@
-"""Half weights written to behind their masters: what is lost is told of, the rest is kept."""
+"""Half weights written to after their masters: what is lost is told of, the rest is kept."""
 
 from collections.abc import Callable
 from types import ModuleType
@@ -113,7 +113,7 @@ def decay_by_data_and_clip(amp: ModuleType, optimizer: Optimizer) -> None:
 def test_masters_that_are_only_read_are_not_taken_to_be_written(
     amp: ModuleType, run: tuple[nn.Linear, Optimizer], read: Callable[..., None]
 ) -> None:
-    """An adversarial training moves a weight behind the clip, and back before the step."""
+    """An adversarial training moves a weight after the clip, and back before the step."""
     model, optimizer = run
     for _ in range(20):  # beyond the first steps it is looked for because it was found
         scaled_backward(amp, model(X).square().mean(), optimizer)

@@ -15,7 +15,7 @@ LEVELS = ["O2", "O5"]
 
 
 def stepped(amp: ModuleType, level: str, steps: int) -> tuple[nn.Linear, Any]:
-    """Return a layer and its optimizer behind some steps."""
+    """Return a layer and its optimizer after some steps."""
     model, optimizer = prepared(amp, level, nn.Linear(3, 2), Adam)
     for _ in range(steps):
         train_step(amp, model, optimizer, torch.randn(4, 3))

@@ -24,7 +24,7 @@ LEVELS = {"O2": torch.float16, "O5": torch.bfloat16}
 def test_a_graph_goes_on_behind_a_step_that_left_its_weights_out(
     amp: ModuleType, level: str, fused_step: bool
 ) -> None:
-    """The backward of a second head comes behind the step of the first one."""
+    """The backward of a second head comes after the step of the first one."""
     model = nn.ModuleList([fine_linear(), fine_linear()])
     optimizer = Adam(model.parameters(), lr=0.125)
     amp.initialize(

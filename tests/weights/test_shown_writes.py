@@ -155,7 +155,7 @@ def set_data(param: Tensor, value: Tensor) -> None:
     param.data = value.clone()
 
 
-#: With steps before them. Behind more than 16 steps a write in place by ``.data`` is not seen.
+#: With steps before them. After more than 16 steps a write in place by ``.data`` is not seen.
 PUTS = [
     (copy_by_version, 1),
     (copy_by_version, 20),

@@ -99,7 +99,7 @@ def trained(
 @pytest.mark.parametrize(
     "before_and_behind",
     [(nothing, lookahead), (decay, nothing), (nothing, decay), (nothing, clip)],
-    ids=["lookahead", "decay before the step", "decay behind it", "clipped weights"],
+    ids=["lookahead", "decay before the step", "decay after it", "clipped weights"],
 )
 def test_a_write_to_a_master_through_its_data_is_seen(
     amp: ModuleType, level: str, width: int, before_and_behind: tuple[Write, Write]
@@ -117,7 +117,7 @@ def test_a_write_to_a_master_through_its_data_is_seen(
 @pytest.mark.parametrize(
     "before_and_behind",
     [(nothing, late), (late, nothing), (nothing, swapped), (nothing, elsewhere)],
-    ids=["behind the step", "before it", "swapped", "elsewhere"],
+    ids=["after the step", "before it", "swapped", "elsewhere"],
 )
 def test_a_write_that_comes_late_is_seen(
     amp: ModuleType, level: str, width: int, before_and_behind: tuple[Write, Write]
@@ -131,7 +131,7 @@ def test_a_write_that_comes_late_is_seen(
 
 
 def stepped(amp: ModuleType, level: str, kind: type[Adam], steps: int) -> tuple[nn.Linear, Any]:
-    """Return a layer and its optimizer behind some steps."""
+    """Return a layer and its optimizer after some steps."""
     model = nn.Linear(3, 2)
     optimizer = kind(model.parameters())
     amp.initialize(model, optimizer, opt_level=level, loss_scale=64.0, verbosity=0)
@@ -238,7 +238,7 @@ MOVES: dict[str, Callable[[nn.Module, list[Tensor]], object]] = {
 def test_a_write_through_data_counts_behind_one_that_moved_versions(
     amp: ModuleType, level: str, width: int, move: str, sees: str, steps: int
 ) -> None:
-    """As of schedule-free optimizers, whose ``train()`` writes so behind a load."""
+    """As of schedule-free optimizers, whose ``train()`` writes so after a load."""
     model = nn.Linear(3, width)
     optimizer = Adam(model.parameters(), lr=0.0)
     amp.initialize(model, optimizer, opt_level=level, loss_scale=64.0, verbosity=0)

@@ -92,7 +92,7 @@ class Project:
                 self._search_paths[folder] = _search_path(folder)
             folders = [*self._search_paths[folder], *self._folders]
         modules = [one for folder in folders if (one := _module(folder, first)) is not None]
-        # a folder without an __init__.py comes behind all that is a package or a file
+        # a folder without an __init__.py comes after all that is a package or a file
         found = next((one for one in modules if one.is_file()), next(iter(modules), None))
         for name in rest.split(".") if rest else ():
             package = None if found is None else _folder_of(found)

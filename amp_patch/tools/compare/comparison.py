@@ -48,7 +48,7 @@ class ModuleError:
     def made_here(self) -> float:
         """How much of the error is this module's own, to compare modules by.
 
-        Behind a large error a norm that doubles it adds more than the module that made it of a
+        After a large error a norm that doubles it adds more than the module that made it of a
         rounding: what tells them apart is how often it was multiplied.
         """
         if math.isinf(self.error):

@@ -197,7 +197,7 @@ def _bars(
     values: dict[str, Spread | None],
     labels: dict[str, str],
 ) -> None:
-    """Draw horizontal bars from the top down, each with its label inside of or behind it."""
+    """Draw horizontal bars from the top down, each with its label inside of or after it."""
     most = max((value.high for value in values.values() if value), default=1.0)
     for place, row in enumerate(rows):
         value = values[row.level]

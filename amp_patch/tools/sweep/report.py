@@ -50,7 +50,7 @@ def write(
 
 
 def _text(words: str) -> str:
-    """Return a text as HTML, in which no option is broken behind its dashes."""
+    """Return a text as HTML, in which no option is broken after its dashes."""
     return re.sub(r"--\w+", r'<span class="nowrap">\g<0></span>', html.escape(words))
 
 

@@ -173,7 +173,7 @@ class Stepping:
         return torch.cuda.max_memory_allocated(self._device)
 
     def _time(self, steps: int) -> Seconds:
-        """Return the mean time of steps, behind one that is not timed."""
+        """Return the mean time of steps, after one that is not timed."""
         gc.disable()
         try:
             self._run()

@@ -26,7 +26,7 @@ _MULTIPLIES = {"Mult", ".mul", "torch.mul", "torch._foreach_mul", "torch._foreac
     "read them after the block",
 )
 def grad_in_block(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
-    """A norm or the like behind the backward, in a script that never asks for the scale."""
+    """A norm or the like after the backward, in a script that never asks for the scale."""
     if any(trace.named("amp.loss_scale", ".loss_scale")):
         return
     for call in trace.calls:

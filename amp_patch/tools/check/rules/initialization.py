@@ -51,7 +51,7 @@ def _all(trace: Trace) -> Iterator[Initialization]:
     "write from amp_patch import amp, and amp.initialize(model, optimizer)",
 )
 def amp_import(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
-    """``import amp_patch as amp``, the package's name, or an import of torch's amp behind ours."""
+    """``import amp_patch as amp``, the package's name, or an import of torch's amp after ours."""
     wrong = ("amp_patch", "apex", "torch.amp", "torch.cuda.amp")
     for call in trace.named(*(f"{one}.initialize" for one in wrong)):
         yield call.node, f"{call.name}()"

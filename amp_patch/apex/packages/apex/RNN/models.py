@@ -57,7 +57,7 @@ def GRU(
     if output_size not in (None, hidden_size):
         raise ValueError(
             f"a GRU's output is its state, of hidden_size={hidden_size} features; got output_size="
-            f"{output_size}. Call GRU() without it and put torch.nn.Linear behind."
+            f"{output_size}. Call GRU() without it and put torch.nn.Linear after it."
         )
     cell = RNNCell(3, input_size, hidden_size, GRUCell, 1, bias, output_size)
     return toRNNBackend(cell, num_layers, bidirectional, dropout, batch_first)

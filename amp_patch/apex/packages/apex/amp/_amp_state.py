@@ -88,7 +88,7 @@ class AmpState(types.ModuleType):
         """Those that the last `initialize` gave its losses; each the same object each time.
 
         They may be replaced: loss 0 uses the first of a list that is assigned, and so on. A list
-        that is shorter leaves the losses behind its end their scalers.
+        that is shorter leaves the losses after its end their scalers.
         """
         if session.initialized:
             return LossScalers(map(view_of, session.scalers[: self.num_losses]))

@@ -25,7 +25,7 @@ class SyncBatchNorm(_BatchNorm):
         track_running_stats: whether there are running statistics.
         process_group: whose batches are taken together; None stands for all processes.
         channel_last: inputs are of shape (N, ..., C); else (N, C, ...).
-        fuse_relu: put a ReLU behind.
+        fuse_relu: put a ReLU after it.
     """
 
     def __init__(
