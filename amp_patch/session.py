@@ -223,6 +223,7 @@ class Session:
         arguments.refuse_twice(stepping, self.optimizers.steps)
         if level.master_weights:
             arguments.refuse_shared_state(stepping)
+            arguments.refuse_meta(stepping)
         arguments.refuse_compiled(models, level.stores_half)
         if level.stores_half:
             arguments.refuse_unstorable(models)

@@ -14,6 +14,7 @@ from .given_optimizers import (
     optimizers_of,
     refuse_half_params,
     refuse_half_steps,
+    refuse_meta,
     refuse_shared_state,
     refuse_twice,
 )
@@ -45,6 +46,7 @@ __all__ = [
     "refuse_compiled",
     "refuse_half_params",
     "refuse_half_steps",
+    "refuse_meta",
     "refuse_no_state",
     "refuse_shared_state",
     "refuse_twice",

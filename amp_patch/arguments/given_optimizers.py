@@ -19,7 +19,6 @@ def optimizers_of(optimizers: Any) -> list[Optimizer]:
 
     Raises:
         TypeError: anything else, or LBFGS.
-        RuntimeError: one of parameters on the meta device.
     """
     if optimizers is None:
         return []
@@ -32,7 +31,6 @@ def optimizers_of(optimizers: Any) -> list[Optimizer]:
                 "amp.initialize(model, optimizer, opt_level=...)."
             )
     for optimizer in found:
-        _refuse_meta(optimizer)
         if isinstance(optimizer, LBFGS):
             raise TypeError(
                 "optimizers must evaluate the loss before they change anything; got LBFGS, whose "
@@ -42,18 +40,21 @@ def optimizers_of(optimizers: Any) -> list[Optimizer]:
     return found
 
 
-def _refuse_meta(optimizer: Optimizer) -> None:
-    """Raise for parameters without numbers, unless a mode answers for them.
+def refuse_meta(optimizers: Iterable[Optimizer]) -> None:
+    """Raise for parameters without numbers of which masters are to be made; not in a mode.
 
     ``model.to_empty()`` and a load put others in their place, of which the optimizer knows nothing.
+
+    Raises:
+        RuntimeError: as said.
     """
-    if torch._C._len_torch_dispatch_stack():
-        return
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    count = sum(param.is_meta for param in params)
-    if count:
+    for optimizer in () if torch._C._len_torch_dispatch_stack() else optimizers:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        count = sum(param.is_meta and param.requires_grad for param in params)
+        if not count:
+            continue
         raise RuntimeError(
-            "optimizers of amp.initialize() step parameters that have numbers; got a "
+            "fp32 masters are made of parameters that have numbers; got a "
             f"{type(optimizer).__name__} with {count} on the meta device. Call "
             "model.to_empty(device=...) and load its weights, then make the optimizer of "
             "model.parameters(), then call amp.initialize()."

@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from amp_patch import kernels
@@ -28,7 +27,6 @@ from amp_patch.weights.parameter_lists import (
     clear_grads,
     have_none,
     look_up,
-    store_grad,
     stored_grad,
 )
 
@@ -105,27 +103,37 @@ class Gradients:
         """True while the masters' gradients wait until somebody reads them."""
         return self._lazy is not None and self._lazy.are_waiting
 
-    @torch.no_grad()
-    def adopt(self, param: Tensor, master: Tensor, scale: float | Tensor) -> None:
-        """Take over a gradient that a parameter had when it came to the optimizer.
+    def adopt(self, pairs: ParamPairs, scale: float | Tensor) -> None:
+        """Take over gradients that parameters had when they came to the optimizer.
 
-        It is multiplied by ``scale``, of a block of other optimizers, or 1. One that overflowed is
-        gone, as it would be after a skipped step.
+        They are multiplied by ``scale``, of a block of other optimizers, or 1. Where one has
+        overflowed they are gone, as after a skipped step.
+
+        Args:
+            pairs: those parameters; a new master has a copy of a gradient, which goes.
+            scale: see above.
         """
-        grad, is_true = stored_grad(param), not isinstance(scale, Tensor) and scale == 1.0
-        if grad is None or (is_true and self.scaled.scale is None):
+        is_true = not isinstance(scale, Tensor) and scale == 1.0
+        have_one = [stored_grad(param) is not None for param in pairs.model]
+        if self._lazy is not None:
+            self._lazy.materialize()
+        copied = pairs.select(have_one) if is_true else pairs  # those that were cleared, too
+        clear_grads([master for param, master in zip(*copied, strict=True) if param is not master])
+        pairs = pairs.select(have_one)
+        if not pairs.model:
             return
-        if param is not master:
-            if self._lazy is not None:
-                self._lazy.materialize()
-            store_grad(master, None)  # a new one has a copy
-        if self.scaled.scale is not None:  # the next block unscales it with the others
-            bring_to(self.scaled.scale, scale, [grad])
+        if self.scaled.scale is not None:  # the next block unscales them with the others
+            grads = [grad for grad in map(stored_grad, pairs.model) if grad is not None]
+            bring_to(self.scaled.scale, scale, grads)
             return
-        unscaled = grad.to(master.dtype) / scale
-        store_grad(param, None)
-        if kernels.values(local(unscaled)).isfinite().all():
-            store_grad(master, unscaled)
+        is_first = not self._received
+        taken = self.receive(pairs, None if is_true else scale)
+        if taken.check.overflow:
+            clear_grads([*pairs.model, *pairs.master])
+            return
+        self.round_into_halves(taken)
+        self.finish(taken)
+        self.outside.was_last |= is_true and is_first
 
     def are_delayed(self, pairs: ParamPairs) -> bool:
         """True while gradients are still multiplied by a loss scale."""

@@ -43,13 +43,18 @@ PROBABILITIES = re.compile(
     re.DOTALL,
 )
 # Integers or truth values met weights; plain PyTorch refuses them with the same words.
-_INTEGER = r"(bool|(un)?signed char|char|short|int|long( int)?|Bool|Byte|Char|Short|Int|Long)"
+_INTEGER = (
+    r"(bool|(un)?signed char|char|short|int|long( int)?|Bool|Byte|Char|Short|Int|Long|UInt\d+)"
+)
 _INTEGERS = re.compile(
-    rf"\bgot:? (\w+, )?{_INTEGER}\b(?! tensor)|Input type \({_INTEGER}\)"
+    rf"\bgot:? (\w+, )?{_INTEGER}( and |, | !=)(?!.*for the source)|!= {_INTEGER}\b"
+    rf"|Input type \({_INTEGER}\)|found \w+ and {_INTEGER}\b|\bweight: {_INTEGER}\b"
     r"|input dtype \(torch\.(bool|u?int)"
 )
 # The same words are used of half numbers in the place of indices.
-_MAYBE_INTEGERS = re.compile(rf"expected scalar type {_INTEGER} but|mixed dtype \(CPU\)")
+_MAYBE_INTEGERS = re.compile(
+    rf"expected scalar type ({_INTEGER} but|\w+ but found {_INTEGER})|mixed dtype \(CPU\)"
+)
 _INTEGER_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 # A tensor that a message shows has a dtype of which it does not complain.
 SHOWN = re.compile(r"\btensor\(.*?\bdtype=torch\.\w+", re.DOTALL)

@@ -41,6 +41,8 @@ _COMPLAINT = re.compile(
 _NO_NUMPY = re.compile("^Got unsupported ScalarType BFloat16")
 # What the code of a script raises where functions cast, beside any module of a model.
 _HOOK = re.compile(r"^hook .* has changed the type of value .*(Half|BFloat16)T(ensor|ype)")
+# One that was given half gradients.
+_HALF_HOOK = re.compile(r"^hook .* has changed the type of value \(was \S*(Half|BFloat16)T\S* got ")
 _OF_ONE_DTYPE = re.compile(
     r"source and destination dtypes match.*\b(Half|BFloat16)\b"
     r"|self \((Half|BFloat16|Float)\) and source \(\w+\) must have the same scalar type"
@@ -93,7 +95,7 @@ def explain(error: BaseException, levels: Mapping[nn.Module, OptLevel]) -> None:
 
 def _beside_models(message: str, levels: Mapping[nn.Module, OptLevel]) -> str | None:
     """Return what is said of a hook, or of a function of one dtype, outside of all modules."""
-    is_of_hook = _HOOK.search(message)
+    is_of_hook, is_of_half_hook = _HOOK.search(message), _HALF_HOOK.search(message)
     if not (is_of_hook or _OF_ONE_DTYPE.search(message)):
         return None
     casting = _names_of(level for level in levels.values() if level.casts_functions)
@@ -104,7 +106,7 @@ def _beside_models(message: str, levels: Mapping[nn.Module, OptLevel]) -> str | 
             f"{mend}"
         )
     storing = _names_of(level for level in levels.values() if level.stores_half)
-    if is_of_hook and storing:
+    if is_of_half_hook and storing:
         return f"at opt_level {storing} the model is stored in half. {MEND_OF_A_HALF_HOOK}"
     return None
 

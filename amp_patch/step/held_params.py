@@ -78,8 +78,10 @@ class HeldParams:
     def follow_strays(self, strays: Strays) -> None:
         """Ask from now on for the gradients of parameters that come, and of those held now."""
         if self._strays is None:
+            held = strays.follow((), self.pairs().model)
+            # gradients that are true were there before `amp.initialize`, which has seen to them
+            self.joined += [row for row in held if isinstance(row[1], Tensor) or row[1] != 1.0]
             self._strays = strays
-            self.joined += strays.follow((), self.pairs().model)
 
     @property
     def are_repeated(self) -> bool:

@@ -10,7 +10,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from amp_patch.gradients.gradients import Gradients
-from amp_patch.weights.parameter_lists import store_grad
+from amp_patch.gradients.param_pairs import ParamPairs
+from amp_patch.weights.parameter_lists import listed, store_grad
 
 from .held_params import HeldParams
 
@@ -29,8 +30,14 @@ class JoinedParams:
     def take_over(self) -> None:
         """Unscale their gradients, or bring them to the scale of others that wait for a block."""
         self._held.pairs()  # there may be others since the last look
+        if not self._held.joined:
+            return
+        by_scale: dict[int, tuple[float | Tensor, list[tuple[Tensor, Tensor]]]] = {}
         for param, master, scale in self._take():
-            self._gradients.adopt(param, master, scale)
+            key = id(scale) if isinstance(scale, Tensor) else hash(scale)
+            by_scale.setdefault(key, (scale, []))[1].append((param, master))
+        for scale, rows in by_scale.values():
+            self._gradients.adopt(ParamPairs(*map(listed, zip(*rows, strict=True))), scale)
 
     def leave_to_pass(self) -> None:
         """A block ends in which they have come: it unscales what they have with the rest."""

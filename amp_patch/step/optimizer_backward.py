@@ -190,18 +190,18 @@ class OptimizerBackward:
 
     def leave_scaled(self, scale: float | Tensor) -> None:
         """End the pass with the gradients scaled, for the next backward to add to."""
-        self.shown.end_block()
         if self._held.joined:
             self.joined.leave_to_pass()
+        self.shown.end_block()
         self.zeroing.look_at_written(self.pairs())
         self.gradients.delay(self.pairs(), scale)
         self._end_pass()
 
     def receive(self, pairs: ParamPairs, scale: float | Tensor | None) -> TakenPass:
         """End the pass: take its gradients unscaled and checked, see `Gradients.receive`."""
-        self.shown.end_block()
         if self._held.joined:
             self.joined.leave_to_pass()
+        self.shown.end_block()
         self.zeroing.look_at_written(pairs)
         try:
             return self.gradients.receive(pairs, scale)
@@ -212,9 +212,9 @@ class OptimizerBackward:
         self, pairs: ParamPairs, scale: float | Tensor | None
     ) -> tuple[GradCheck, Tensors]:
         """Do `receive` for a pass of this optimizer alone, see `Gradients.receive_alone`."""
-        self.shown.end_block()
         if self._held.joined:
             self.joined.leave_to_pass()
+        self.shown.end_block()
         self.zeroing.look_at_written(pairs)
         try:
             return self.gradients.receive_alone(pairs, scale)
@@ -414,6 +414,8 @@ class OptimizerBackward:
     def release(self) -> None:
         """Nobody skips the next step: unscale scaled gradients, drop those that overflowed."""
         self.shown.end()
+        if not self.current.is_open:
+            self.joined.take_over()
         if self.current.is_open:  # deactivated in a block, after its backward
             self.current.end_early(steps=False)
         with contextlib.suppress(FloatingPointError):  # of no interest, for the scale goes, too

@@ -10,15 +10,13 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
-from torch import Tensor
-
 from amp_patch.gradients.foreign_gradients import ForeignGradients
 from amp_patch.gradients.gradient_offer import GradientOffer
 from amp_patch.gradients.gradients import Gradients
 from amp_patch.optimizers.fused_step import FusedStep
 from amp_patch.running_backward import is_in_backward
 from amp_patch.warn_once import warn_once
-from amp_patch.weights.parameter_lists import are_same, have_none, stored_grads
+from amp_patch.weights.parameter_lists import are_same, have_none, stored_grad, stored_grads
 
 from .current_pass import CurrentPass
 from .held_params import HeldParams
@@ -47,9 +45,9 @@ only_read = _reading.only
 
 _EARLY = (
     "optimizers of amp.initialize() step fp32 masters where a model is stored in half, and these "
-    "get their gradients with the end of the scale_loss() block; got {} of one's .grad inside of "
-    "the block, after its backward(). Use the gradients of model.parameters() there, which are "
-    "multiplied by amp.loss_scale(), or those of amp.master_params(optimizer) after the block."
+    "get their gradients with the end of the scale_loss() block; got {} inside of the block, after "
+    "its backward(). Use the gradients of model.parameters() there, which are multiplied by "
+    "amp.loss_scale(), or those of amp.master_params(optimizer) after the block."
 )
 
 
@@ -81,8 +79,8 @@ class ShownMasters:
         self._gradients, self._fused = gradients, fused
         self._current, self._foreign, self._joined = current, foreign, joined
         self._offer = GradientOffer(self)
-        # the masters' own, when a script has read one in a block; None: in this one none has
-        self._known: list[Tensor | None] | None = None
+        # ids of the masters' own, from `watch_block` on; None: no block is watched
+        self._known: set[int] | None = None
 
     def show(self) -> None:
         """The user gets the masters, to read, write and differentiate by until the next step.
@@ -109,6 +107,7 @@ class ShownMasters:
         As merging wrappers (PCGrad) do, which would take the lack of one for a gradient of 0.
         """
         if self._masters is not None:
+            self._known = set(map(id, stored_grads(self._pairs().master)))
             self._offer.make(*self._held.firsts)
 
     def show_gradients(self) -> None:
@@ -119,8 +118,7 @@ class ShownMasters:
         is_early = self._is_early()
         self._offer.withdraw()
         if is_early:
-            self._known = stored_grads(self._pairs().master)
-            warn_once(_EARLY.format("a read"))
+            warn_once(_EARLY.format("one's .grad read or cleared"))
 
     def refuse_assignment(self) -> None:
         """Raise in a block, whose end would add the assigned gradient to the backward's.
@@ -129,7 +127,7 @@ class ShownMasters:
             RuntimeError: as said.
         """
         if self._is_early():
-            raise RuntimeError(_EARLY.format("an assignment"))
+            raise RuntimeError(_EARLY.format("a gradient assigned to one"))
 
     def end_block(self) -> None:
         """The backward of a block is over, and what it wrote is taken in.
@@ -139,11 +137,14 @@ class ShownMasters:
         """
         self._offer.withdraw()
         known, self._known = self._known, None
-        if known is None:
+        if known is None or self._masters is None:
             return
-        now = stored_grads(self._pairs().master)
-        if any(grad is not None and not any(grad is one for one in known) for grad in now):
-            raise RuntimeError(_EARLY.format("an assignment"))
+        has_own = self._masters.own_gradients.has  # a backward may come to masters themselves
+        for param, master in zip(*self._pairs(), strict=True):
+            grad = stored_grad(master)
+            is_new = param is not master and grad is not None and id(grad) not in known
+            if is_new and stored_grad(param) is not None and not has_own(master):
+                raise RuntimeError(_EARLY.format("a gradient assigned to one"))
 
     def _is_early(self) -> bool:
         """Return whether this thread is in a block, after its backward."""

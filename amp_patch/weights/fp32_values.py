@@ -304,18 +304,28 @@ class FP32Values:
                 continue
             if tensor.dtype in HALVES or tensor in self._came_in:
                 attached = state[prefix + name].requires_grad  # keep_vars=True, not in torch.func
-                # Before the value: what another thread's step writes between the two is then taken
-                # for newer than the value, and not for older.
-                bits = bits_of(tensor) if is_plain(tensor) else None
-                value = state[prefix + name] = self._compared_value(tensor)
-                if attached:
-                    value.requires_grad_()
-                if is_on():
-                    self.handed_out.note(module, value)
-                is_master = self._is_stepped(tensor, value)
-                self.handed_out.add(module, tensor, value, bits, is_master=is_master)
+                state[prefix + name] = self._hand_out(module, tensor, attached)
         if id(module) == self._state_of:  # the last one
             self._alike.clear()
+
+    def _hand_out(self, module: nn.Module, tensor: Tensor, attached: bool) -> Tensor:
+        """Return the value of a half tensor for a state dict, and note it."""
+        # Before the value: what another thread's step writes between the two is then taken for
+        # newer than the value, and not for older.
+        bits = bits_of(tensor) if is_plain(tensor) else None
+        value = self._compared_value(tensor)
+        if attached:
+            value.requires_grad_()
+        if is_on():
+            self.handed_out.note(module, value)
+        is_master = self._is_stepped(tensor, value)
+        if is_master and not self._is_rounded(tensor, value):
+            bits = None  # those of a half tensor that is to follow tell of no write
+        self.handed_out.add(module, tensor, value, bits, is_master=is_master)
+        return value
+
+    def _is_rounded(self, tensor: Tensor, value: Tensor) -> bool:
+        return self._alike.get(tensor) is not None or same_numbers(value.to(tensor.dtype), tensor)
 
     def _is_stepped(self, tensor: Tensor, value: Tensor) -> bool:
         """Return whether a value is a master, whose version tells of most writes."""

@@ -176,7 +176,7 @@ class MasterWeights:
         if id(stepped) not in self._pairs.param_by_id or self._versions.given:
             return
         if self._writes.unseen.is_looking:
-            self._unless_in_a_step(lambda: self._writes.unseen.note_again(local(stepped)))
+            self._unless_in_a_step(lambda: self._writes.unseen.note_moved([local(stepped)]))
         else:
             self._unless_in_a_step(self._writes.look_now)
 

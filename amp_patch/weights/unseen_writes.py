@@ -48,15 +48,14 @@ class UnseenWrites:
         """Note what this rank holds of the masters: all that was written to them is known."""
         self._sums.update(self._sums_of(local))
 
-    def note_again(self, held: Tensor) -> None:
-        """A script may write to a master next, of which versions tell what came before, as a load.
+    def note_moved(self, local: Sequence[Tensor]) -> None:
+        """A script may write to masters next; versions tell of what came before, as of a load.
 
         Args:
-            held: what this rank holds of it.
+            local: what this rank holds of each.
         """
-        _, version = self._sums.get(held.data_ptr(), (0, -1))
-        if version != held._version:
-            self.note([held])
+        noted = self._sums
+        self.note([one for one in local if noted.get(one.data_ptr(), _NOTHING)[1] != one._version])
 
     def forget(self, place: int) -> None:
         """A master has come to an address, at which another may have been before."""
@@ -96,7 +95,7 @@ class UnseenWrites:
             return
         for master, held in zip(masters, local, strict=True):
             place = held.data_ptr()
-            (total, version), (noted, at) = found[place], self._sums.get(place, (0, -1))
+            (total, version), (noted, at) = found[place], self._sums.get(place, _NOTHING)
             if total != noted and version == at:
                 increment_version(master)
                 self.keep_looking()
@@ -110,6 +109,10 @@ class UnseenWrites:
             totals = torch.stack([one.to(sums[0].device) for one in sums]).tolist()
         pairs = zip(local, totals, strict=True)
         return {one.data_ptr(): (total, one._version) for one, total in pairs}
+
+
+#: The sum and the version of a master of which nothing is noted.
+_NOTHING = 0, -1
 
 
 def _have_numbers(masters: Sequence[Tensor]) -> bool:

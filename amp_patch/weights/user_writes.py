@@ -33,6 +33,7 @@ class UserWrites:
 
     def give(self) -> None:
         """The user is given all masters, to write to until a step has been made, or skipped."""
+        self.unseen.note(self._pairs.local_masters())  # all of before is in force
         self._versions.give(self._pairs.half_versions(), self._pairs.master_versions())
 
     def note_new(self, count: int) -> None:

@@ -80,14 +80,16 @@ def test_parameters_without_numbers_are_refused() -> None:
     with torch.device("meta"):
         model = nn.Linear(2, 2)
     message = (
-        "optimizers of amp.initialize() step parameters that have numbers; got a SGD with 2 on the "
-        "meta device. Call model.to_empty(device=...) and load its weights, then make the "
-        "optimizer of model.parameters(), then call amp.initialize()."
+        "fp32 masters are made of parameters that have numbers; got a SGD with 2 on the meta "
+        "device. Call model.to_empty(device=...) and load its weights, then make the optimizer of "
+        "model.parameters(), then call amp.initialize()."
     )
     with pytest.raises(RuntimeError, match=exactly(message)):
-        arguments.optimizers_of([optimizer(), SGD(model.parameters(), lr=0.1)])
-    model.to_empty(device="cpu")
-    assert len(arguments.optimizers_of(SGD(model.parameters(), lr=0.1))) == 1
+        arguments.refuse_meta([optimizer(), SGD(model.parameters(), lr=0.1)])
+    frozen = SGD(model.requires_grad_(False).parameters(), lr=0.1)
+    arguments.refuse_meta([frozen])  # as of weights that accelerate keeps elsewhere
+    model.requires_grad_(True).to_empty(device="cpu")
+    arguments.refuse_meta([SGD(model.parameters(), lr=0.1)])
 
 
 def test_lbfgs_is_refused() -> None:

@@ -123,8 +123,8 @@ def test_a_wrapper_that_merges_gradients_in_the_block_is_right_or_refused(
         assert torch.allclose(model.state_dict()["weight"].float(), before - 0.5, atol=1e-6)
         return
     with (
-        pytest.warns(UserWarning, match="got a read of one's .grad inside of the block"),
-        pytest.raises(RuntimeError, match="got an assignment of one's .grad inside of the block"),
+        pytest.warns(UserWarning, match="got one's .grad read or cleared inside of the block"),
+        pytest.raises(RuntimeError, match="got a gradient assigned to one inside of the block"),
     ):
         train()
     optimizer.zero_grad()
