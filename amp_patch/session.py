@@ -199,7 +199,7 @@ class Session:
             self.guard.follow(models, self._torch_patches)  # may warn, which may be an error
             on_error.pop_all()
         if level.stores_half:
-            self.optimizers.look_again()
+            self.optimizers.look_again(level)
         self.disabled = False
         self.history.add(level.name, [self._prepared(one, level) for one in stepping])
         if self.observers:
@@ -228,9 +228,6 @@ class Session:
         if level.stores_half:
             arguments.refuse_unstorable(models)
             refuse_bucket_views(optimizers)
-        if level.master_weights:
-            new = [model for model in models if model not in self.models.levels]
-            self.optimizers.refuse_stored(new, level, stepped)
         self.models.refuse_sharded(models, level)
         self.guard.look_at(models, optimizers, level)
 

@@ -48,9 +48,8 @@ class Gradients:
     """The gradients of one optimizer around one or more backward passes.
 
     ``drop_cleared`` and ``set_aside`` come before a backward. After it comes ``receive`` (unscale
-    what it wrote, add what was there), ``show`` (let half gradients hold that, too) and ``finish``;
-    or ``delay`` (leave it scaled for the next backward to add to); or ``put_back`` (there was no
-    such backward).
+    what it wrote, add what was there), ``round_into_halves`` and ``finish``; or ``delay`` (leave it
+    scaled for the next backward to add to); or ``put_back`` (there was no such backward).
 
     Args:
         lazy: keeps the masters' gradients until somebody reads them; None: they are stored at once.

@@ -38,7 +38,7 @@ class UnusedWrites:
             is_another: it took the place of the one that the backward wrote.
 
         Raises:
-            RuntimeError: see `UnscaledLater.refuse_written`.
+            RuntimeError: see `UnscaledLater.refuse_write_to`.
         """
         source = None if self._lazy is None else self._lazy.source
         if isinstance(source, LargeInHalf):

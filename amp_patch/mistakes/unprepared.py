@@ -1,7 +1,7 @@
 """Optimizers that `amp.initialize` never got, and the parameters that only they can step.
 
-Knows parameters that no prepared optimizer steps, and which of them a scaled loss has reached;
-nothing of how gradients are unscaled.
+Knows parameters that no prepared optimizer steps, which of them a scaled loss has reached, and what
+their gradients are multiplied by.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from amp_patch.casting.mode import mode
+from amp_patch.casting.mode import HALVES, mode
 from amp_patch.casting.running_modules import is_called
 from amp_patch.distributed.engines import refuse_join
 from amp_patch.distributed.process_groups import StepRanks
@@ -121,9 +121,9 @@ class OptimizerStep:
         held = HeldParams(optimizer, self.masters, ranks, steps_halves)
         self._held = held
         self.backward = OptimizerBackward(optimizer, held, self._fused, self.skip)
-        self.ended = 0
         self.was_scaled: Callable[[OptimizerStep], bool] | None = None
-        self._phase = Phase.REST
+        self.ended, self._phase = 0, Phase.REST
+        self._halves_of: str | None = None  # the level of a model that was stored later
         self._thread: int | None = None
         self._is_past_own = False
         self._set_aside: list[Tensor | None] | None = None
@@ -231,6 +231,8 @@ class OptimizerStep:
     def _look_before(self, *, goes_on: bool) -> None:
         if self._phase is Phase.UNPUBLISHED:
             self._publish()
+        if self._halves_of is not None:
+            self._refuse_halves(self._halves_of)
         if self.skip.pending:
             self.skip.settle()
         self.backward.refuse_scaled("optimizer.step()", steps=True, goes_on=goes_on)
@@ -238,6 +240,23 @@ class OptimizerStep:
         is_watched = self.ended < WATCHED and self.masters is None
         if is_watched and not self._held.steps_halves:
             turn_to_fp32(self.backward.pairs().master)
+
+    def refuse_stored(self, level: str) -> None:
+        """Its next step raises, should it step parameters that a model of ``level`` has in half."""
+        self._halves_of = level
+
+    def _refuse_halves(self, level: str) -> None:
+        params = self.backward.pairs().master
+        count = sum(param.requires_grad and param.dtype in HALVES for param in params)
+        if count:
+            raise RuntimeError(
+                f"at opt_level {level} a model's parameters are stepped through fp32 masters; got "
+                f"{count} in the {type(self.optimizer).__name__} of an amp.initialize() without "
+                "masters, of a model that a later call has stored in half. Call "
+                "amp.initialize([model, other_model], optimizer, opt_level=...) once, with all "
+                "models of the optimizer."
+            )
+        self._halves_of = None
 
     def _look_at_gradients(self) -> None:
         if self.was_scaled is not None:

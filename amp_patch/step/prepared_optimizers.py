@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_patch.casting.mode import HALVES
@@ -231,36 +231,17 @@ class PreparedOptimizers:
             if step is not None:
                 yield step
 
-    def refuse_stored(
-        self, models: Iterable[nn.Module], level: OptLevel, stepped: Collection[int]
-    ) -> None:
-        """Raise where optimizers without masters hold parameters that are to be stored in half.
+    def look_again(self, level: OptLevel) -> None:
+        """Models were stored in half: those of their parameters that are stepped get masters.
 
         Args:
-            models: to be prepared.
-            level: has masters.
-            stepped: ids of parameters that an optimizer of the same call is to step.
-
-        Raises:
-            RuntimeError: as said.
+            level: of these models.
         """
-        trained = {id(one) for model in models for one in model.parameters() if one.requires_grad}
-        trained.difference_update(stepped)
-        for optimizer, step in list(self.steps.items()):
-            count = sum(id(param) in trained for param in step.backward.pairs().model)
-            if count and step.masters is None:
-                raise RuntimeError(
-                    f"at opt_level {level.name} a model's parameters are stepped through fp32 "
-                    f"masters; got a model of which a {type(optimizer).__name__} holds {count} "
-                    "that was prepared at a level without masters. Call amp.initialize([model, "
-                    "other_model], optimizer, opt_level=...) once, with all of its models."
-                )
-
-    def look_again(self) -> None:
-        """Models were stored in half: those of their parameters that are stepped get masters."""
         for step in list(self.steps.values()):
             if step.masters is not None:
                 step.backward.look_again()
+            elif level.master_weights:
+                step.refuse_stored(level.name)
 
     def param_of(self, stepped: Tensor) -> Tensor:
         """Return the half parameter of a master; a tensor that is no master stands for itself."""

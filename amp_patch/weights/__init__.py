@@ -1,1 +1,4 @@
-"""Models stored in half, and the fp32 values, masters and gradients of their parameters."""
+"""Models stored in half, and the fp32 values and masters of their parameters.
+
+Of gradients there is what masters themselves do with theirs: `lazy_gradients`, `own_gradients`.
+"""

@@ -163,10 +163,16 @@ def test_a_parameter_of_both_is_unscaled_for_both(amp: ModuleType, level: str) -
     model = nn.Linear(3, 2)
     first, second = (SGD(model.parameters(), lr=0.5) for _ in range(2))
     amp.initialize(model, [first, second], opt_level=level, loss_scale=64.0, verbosity=0)
+    before = model.state_dict()["weight"].float().clone()
     with amp.scale_loss(loss_of(model), first) as scaled_loss:
         scaled_loss.backward()
+    grad = model.weight.grad.float().clone()
     first.step()
-    second.step()
+    once = model.state_dict()["weight"].float().clone()
+    torch.testing.assert_close(once, before - 0.5 * grad, rtol=1e-2, atol=1e-2)
+    second.step()  # with the same gradient where it steps the very parameter, else with none
+    assert model.state_dict()["weight"].isfinite().all()
+    assert (model.state_dict()["weight"].float() - once).abs().max() <= 0.51 * grad.abs().max()
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])

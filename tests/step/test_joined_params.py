@@ -235,6 +235,61 @@ def test_masters_that_are_read_after_a_group_has_come_have_true_gradients(
     torch.testing.assert_close(norms[1], norms[0], rtol=2e-2, atol=1e-4)
 
 
+CLEARS: dict[str, Callable[[Training], object]] = {
+    "model": lambda one: one.model.zero_grad(),
+    "optimizer": lambda one: one.optimizer.zero_grad(),
+    "by hand": lambda one: [setattr(param, "grad", None) for param in one.model.parameters()],
+}
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("clear", CLEARS)
+def test_what_is_cleared_after_a_group_has_come_is_gone(
+    amp: ModuleType, level: str, clear: str
+) -> None:
+    trained = []
+    for one in (Training(None), Training(amp, level)):
+        one.step()
+        add_group(one)
+        CLEARS[clear](one)
+        one.step()
+        trained.append(one.weights())
+    assert_alike(trained[1], trained[0], level)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_after_a_group_has_come_deactivate_leaves_true_gradients(
+    amp: ModuleType, level: str
+) -> None:
+    found = []
+    for one in (Training(None), Training(amp, level)):
+        one.backward()
+        add_group(one)
+        if one.amp is not None:
+            amp.deactivate()
+        found.append([param.grad.float() for param in one.back.parameters()])
+    assert_alike(found[1], found[0], level)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_a_group_that_comes_back_with_a_plain_gradient_is_stepped(
+    amp: ModuleType, level: str
+) -> None:
+    trained = []
+    for one in (Training(None), Training(amp, level)):
+        layer = nn.Linear(2, 2, bias=False)
+        nn.init.ones_(layer.weight)
+        one.optimizer.add_param_group({"params": list(layer.parameters())})
+        one.step()
+        out = one.optimizer.param_groups.pop(1)
+        layer(torch.ones(1, 2)).square().sum().backward()
+        one.backward()
+        one.optimizer.param_groups.append(out)
+        one.optimizer.step()
+        trained.append([param.detach().float() for param in layer.parameters()])
+    assert_alike(trained[1], trained[0], level)
+
+
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_a_group_that_comes_before_a_clip_is_clipped_by_its_true_gradients(
     amp: ModuleType, level: str
@@ -374,13 +429,20 @@ def test_each_model_of_an_optimizer_may_be_initialized_by_itself(
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O4"])
-def test_a_model_of_an_optimizer_without_masters_is_not_stored_in_half(
+def test_half_parameters_of_a_later_call_are_not_stepped_without_masters(
     amp: ModuleType, level: str
 ) -> None:
     one, other = nn.Linear(8, 8), nn.Linear(8, 8)
     optimizer = SGD([*one.parameters(), *other.parameters()], lr=0.1)
     amp.initialize(one, optimizer, opt_level=level, verbosity=0)
-    with pytest.raises(RuntimeError, match=r"a SGD holds 2 .* Call amp\.initialize\(\[model, "):
-        amp.initialize(other, opt_level="O2", verbosity=0)
-    assert other.weight.dtype is torch.float32
-    amp.initialize(other.requires_grad_(False), opt_level="O2", verbosity=0)
+    amp.initialize(other, opt_level="O2", verbosity=0)
+    before = other.weight.detach().clone()
+    loss = one(X).float().square().mean() + other(X).float().square().mean()
+    scaled_backward(amp, loss, optimizer)
+    with pytest.raises(RuntimeError, match=r"got 2 in the SGD .* Call amp\.initialize\(\[model, "):
+        optimizer.step()
+    assert torch.equal(other.weight, before)
+    other.requires_grad_(False)
+    optimizer.zero_grad()
+    scaled_backward(amp, one(X).float().square().mean(), optimizer)
+    optimizer.step()

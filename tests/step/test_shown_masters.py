@@ -164,3 +164,41 @@ def test_what_is_right_in_a_block_is_not_told(amp: ModuleType, level: str, kind:
         assert all(one.grad is not None for one in optimizer.param_groups[0]["params"])
         optimizer.step()
         optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("row", [0, 1])
+def test_an_assignment_to_any_master_in_the_block_is_refused(
+    amp: ModuleType, level: str, row: int
+) -> None:
+    model = nn.Linear(4, 2)
+    optimizer = SGD(model.parameters(), lr=0.5)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
+    master = optimizer.param_groups[0]["params"][row]
+    before = model.state_dict()
+
+    def train() -> None:
+        with amp.scale_loss(model(torch.ones(1, 4)).float().sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+            master.grad = torch.ones_like(master)
+
+    with pytest.raises(RuntimeError, match="got a gradient assigned to one inside of the block"):
+        train()
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.filterwarnings("ignore:optimizers of amp.initialize")
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_backward_to_masters_after_a_read_is_no_assignment(amp: ModuleType, level: str) -> None:
+    """As of a penalty on the fp32 weights."""
+    model = nn.Linear(2, 2, bias=False)
+    optimizer = SGD(model.parameters(), lr=1.0)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
+    (master,) = optimizer.param_groups[0]["params"]
+    before = master.detach().clone()
+    with amp.scale_loss(model(torch.ones(1, 2)).float().sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+        assert master.grad is None
+        (scaled_loss.detach() / scaled_loss.detach() * 8.0 * master.sum()).backward()
+    optimizer.step()
+    torch.testing.assert_close(master.detach(), before - 2.0, rtol=1e-5, atol=1e-5)

@@ -21,6 +21,7 @@ def run_stored(in_float: InFloat, function: Function, args: Args, kwargs: Kwargs
     dtype = mode.stored
     if dtype is None or mode.region is not None:
         return function(*args, **kwargs)
+    # `never` needs no look for tensors
     if in_float is never or not in_float(floats_in(args, kwargs)):
         args, kwargs = map_call(functools.partial(cast_to, dtype=dtype), args, kwargs)
         return cast_to(function(*args, **kwargs), dtype)
