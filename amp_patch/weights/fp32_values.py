@@ -319,13 +319,15 @@ class FP32Values:
         if is_on():
             self.handed_out.note(module, value)
         is_master = self._is_stepped(tensor, value)
-        if is_master and not self._is_rounded(tensor, value):
-            bits = None  # those of a half tensor that is to follow tell of no write
+        if is_master and self._is_to_follow(tensor, value):
+            bits = None  # which tell of no write then
         self.handed_out.add(module, tensor, value, bits, is_master=is_master)
         return value
 
-    def _is_rounded(self, tensor: Tensor, value: Tensor) -> bool:
-        return self._alike.get(tensor) is not None or same_numbers(value.to(tensor.dtype), tensor)
+    def _is_to_follow(self, tensor: Tensor, master: Tensor) -> bool:
+        """Return whether a master was written to, and its half tensor does not have that yet."""
+        wins = self._alike.get(tensor) is None and self.wins(tensor)
+        return wins and not same_numbers(master.to(tensor.dtype), tensor)
 
     def _is_stepped(self, tensor: Tensor, value: Tensor) -> bool:
         """Return whether a value is a master, whose version tells of most writes."""
