@@ -55,6 +55,11 @@ _INTEGERS = re.compile(
 _MAYBE_INTEGERS = re.compile(
     rf"expected scalar type ({_INTEGER} but|\w+ but found {_INTEGER})|mixed dtype \(CPU\)"
 )
+# Floating numbers came in the place of indices, classes or truth values.
+_INDICES = re.compile(
+    r"int64 for index|'indices' to have one of|boolean masks|target.* to be Long"
+    r"|expected scalar type Long but found|IndexTensors|tensors used as ind"
+)
 _INTEGER_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 # A tensor that a message shows has a dtype of which it does not complain.
 SHOWN = re.compile(r"\btensor\(.*?\bdtype=torch\.\w+", re.DOTALL)
@@ -78,6 +83,8 @@ def mend_of(place: Place, error: BaseException) -> str:
     message = str(error)
     if _is_of_integers(message, place):
         return _MEND_OF_INTEGERS
+    if _INDICES.search(message):
+        return _MEND_OF_INDICES
     mend = _MEND_OF_AUTOCAST if _AUTOCAST.search(message) else _mend_of_half(message, place)
     if mend is None and refuses_half(error):
         mend = _mend_of_a_refusal(place, error)
@@ -147,6 +154,10 @@ def _cast_argument(place: Place, error: BaseException) -> str | None:
 _MEND_OF_INTEGERS = (
     "Integers are never cast, for they may be indices, and plain PyTorch takes none here either: "
     "give it x.float()."
+)
+_MEND_OF_INDICES = (
+    "Indices and classes are integers, and masks truth values; plain PyTorch takes no others, and "
+    "floating ones are cast with the model's inputs: write index.long(), or mask.bool()."
 )
 _MEND_OF_AUTOCAST = (
     "torch.autocast is on, and casts by a list of its own: remove it, the level casts by itself."

@@ -11,6 +11,7 @@ import pytest
 import torch
 from test_dtypes import DTYPES, HALF, X, fail, told
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim import SGD
 from training import prepared
@@ -370,3 +371,60 @@ def test_weights_from_a_float_vector(amp: ModuleType, level: str) -> None:
     assert f"as vector_to_parameters() leaves them: give it vector.to({DTYPES[level]})" in note
     vector_to_parameters(vector.to(getattr(torch, DTYPES[level][6:])), model.parameters())
     assert torch.equal(model(X), expected)
+
+
+#: What plain PyTorch refuses of indices, classes and masks that are floating numbers.
+FLOATING: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "gather": lambda x, y: x.gather(1, y),
+    "index_select": lambda x, y: x.index_select(0, y[0]),
+    "embedding": lambda x, y: F.embedding(y, x),
+    "classes": lambda x, y: F.nll_loss(x, y[0]),
+    "mask": lambda x, y: x.masked_fill(y, 0.0),
+    "index": lambda x, y: x[y],
+}
+
+
+class Indexed(nn.Module):
+    """A layer of whose result a function takes a part."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.function = function
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.function(self.layer(x), y)
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+@pytest.mark.parametrize("kind", FLOATING)
+def test_floating_indices_that_plain_torch_refuses_as_well(
+    amp: ModuleType, level: str, kind: str
+) -> None:
+    model, y = Indexed(FLOATING[kind]), torch.ones(4, 4)
+    with pytest.raises((RuntimeError, IndexError)):
+        model(X, y)
+    model = amp.initialize(model, opt_level=level, verbosity=0)
+    with pytest.raises((RuntimeError, IndexError)) as error:
+        model(X, y)
+    if isinstance(error.value, RuntimeError):  # else torch says all by itself
+        assert "write index.long(), or mask.bool()" in told(error.value)
+    right = y.bool() if kind == "mask" else y.long()
+    model(X, right)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_scripts_own_error_and_a_write_of_half_to_integers_are_no_integers_in_a_layer(
+    amp: ModuleType, level: str
+) -> None:
+    def refuse(x: Tensor) -> Tensor:
+        raise ValueError("dtype must be one of fp16, bf16; got int 8")
+
+    def put(x: Tensor) -> Tensor:
+        return torch.ops.aten.index_put_(torch.zeros(4, 4).long(), [torch.arange(4)], x)
+
+    for function in (refuse, put):
+        model = amp.initialize(Then(function), opt_level=level, verbosity=0)
+        with pytest.raises((RuntimeError, ValueError)) as error:
+            model(X)
+        assert "Integers are never cast" not in told(error.value)
