@@ -162,14 +162,10 @@ class OptimizerBackward:
         if self.skip.outcome and self.gradients.are_left and not self.ranks.groups:
             self.skip.note_left()
         self.current.open(backward_pass, pairs if is_alone else self.pairs(), scale, is_scaled)
-        self.watch_block()
+        if self.zeroing.is_watched:
+            self.shown.watch_block()
         if self.skip.is_possible and self._are_dropped():
             self.skip.forget_cleared()  # what overflowed
-
-    def watch_block(self) -> None:
-        """In a block: tell who reads masters' gradients, while mistakes are looked for."""
-        if self.current.is_open and self.zeroing.is_watched:
-            self.shown.watch_block()
 
     def look_again(self) -> None:
         """See `HeldParams.look_again`."""
@@ -192,7 +188,8 @@ class OptimizerBackward:
         """End the pass with the gradients scaled, for the next backward to add to."""
         if self._held.joined:
             self.joined.leave_to_pass()
-        self.shown.end_block()
+        if self.zeroing.is_watched:
+            self.shown.end_block()
         self.zeroing.look_at_written(self.pairs())
         self.gradients.delay(self.pairs(), scale)
         self._end_pass()
@@ -201,7 +198,8 @@ class OptimizerBackward:
         """End the pass: take its gradients unscaled and checked, see `Gradients.receive`."""
         if self._held.joined:
             self.joined.leave_to_pass()
-        self.shown.end_block()
+        if self.zeroing.is_watched:
+            self.shown.end_block()
         self.zeroing.look_at_written(pairs)
         try:
             return self.gradients.receive(pairs, scale)
@@ -214,7 +212,8 @@ class OptimizerBackward:
         """Do `receive` for a pass of this optimizer alone, see `Gradients.receive_alone`."""
         if self._held.joined:
             self.joined.leave_to_pass()
-        self.shown.end_block()
+        if self.zeroing.is_watched:
+            self.shown.end_block()
         self.zeroing.look_at_written(pairs)
         try:
             return self.gradients.receive_alone(pairs, scale)

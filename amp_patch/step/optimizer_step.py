@@ -58,6 +58,9 @@ class Phase(enum.Enum):
     UNPUBLISHED = enum.auto()
 
 
+_IN_STEP = (Phase.STEPS, Phase.PUBLISHED)
+
+
 class OptimizerStep:
     """One optimizer as `amp.initialize` left it.
 
@@ -164,7 +167,7 @@ class OptimizerStep:
 
     @property
     def _is_stepping(self) -> bool:
-        return self._phase in (Phase.STEPS, Phase.PUBLISHED)
+        return self._phase in _IN_STEP
 
     @property
     def _is_foreign(self) -> bool:
@@ -479,13 +482,14 @@ class OptimizerStep:
         write to the masters, and calls no hook when it ends.
         """
         self._publish()
-        if self._is_stepping and stepped is not self._optimizer():
+        if self._phase in _IN_STEP and stepped is not self._optimizer():
             self._phase = Phase.STEPS
 
     def _publish(self) -> None:
         """Round the masters into the half weights; also called where an earlier try failed."""
         masters, writes = self.masters, self._writes
-        is_published = self._phase in (Phase.REST, Phase.PUBLISHED)
+        phase = self._phase
+        is_published = phase is Phase.REST or phase is Phase.PUBLISHED
         # once more in one step: of a subclass, which has published in super().step()
         is_followed = writes is not None and is_published and writes.follow()
         if masters is not None and writes is not None and not is_followed:
@@ -493,7 +497,7 @@ class OptimizerStep:
                 writes.tell()
             masters.publish(self._fused is not None and self._fused.has_published)
             writes.published()
-        self._phase = Phase.PUBLISHED if self._is_stepping else Phase.REST
+        self._phase = Phase.PUBLISHED if phase in _IN_STEP else Phase.REST
 
     def _zero_grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         # A closure may clear between its forward, which saved the weights, and its backward.

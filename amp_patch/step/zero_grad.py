@@ -71,7 +71,8 @@ class ZeroGrad:
         backward.gradients.clear_elsewhere()
         backward.forget_gradients()
         backward.skip.forget_cleared()  # what overflowed is gone
-        backward.watch_block()
+        if backward.current.is_open and backward.zeroing.is_watched:
+            backward.shown.watch_block()
 
     def _clear_otherwise(
         self,
