@@ -7,8 +7,8 @@ and their gradients; no optimizer and no master.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from amp_patch import kernels
 from amp_patch.distributed.shards import local
 
 from .param_pairs import ParamPairs
+
+T = TypeVar("T")
 
 
 class ScaledGradients:
@@ -123,6 +125,15 @@ def bring_to(scale: float | Tensor, old: float | Tensor, grads: Sequence[Tensor]
         kernels.multiply(numbers, factor)
     elif numbers:
         torch._foreach_mul_(numbers, factor)
+
+
+def by_scale(rows: Iterable[tuple[T, float | Tensor]]) -> list[tuple[float | Tensor, list[T]]]:
+    """Return what has the same scale together: the scale, and all that has it."""
+    found: dict[float, tuple[float | Tensor, list[T]]] = {}
+    for one, scale in rows:
+        key = id(scale) if isinstance(scale, Tensor) else scale
+        found.setdefault(key, (scale, []))[1].append(one)
+    return list(found.values())
 
 
 def _are_equal(scale: float | Tensor, other: float | Tensor) -> bool:

@@ -20,7 +20,7 @@ from torch.utils.weak import TensorWeakRef
 
 from amp_patch.casting.mode import HALVES
 from amp_patch.gradients.foreign_gradients import Watch
-from amp_patch.gradients.scaled_gradients import bring_to
+from amp_patch.gradients.scaled_gradients import bring_to, by_scale
 from amp_patch.kernels import values
 from amp_patch.optimizers.groups import params_of
 from amp_patch.step.optimizer_backward import OptimizerBackward
@@ -146,12 +146,14 @@ class UnpreparedParams:
         """See `OptimizerBackward.watch_foreign`; it may add to what earlier ones wrote."""
         if scale is None:
             return Watch.of([])
-        left = [(key, one, one.left()) for key, one in self._scaled.items()]
-        self._scaled = {}
-        for key, one, grad in left:
-            if grad is not None and values(grad).any():
-                bring_to(scale, one.scale, [grad])
-                self._scaled[key] = one._replace(version=grad._version, scale=_copied(scale))
+        found = ((key, one, one.left()) for key, one in self._scaled.items())
+        left = [(k, one, g) for k, one, g in found if g is not None and values(g).any()]
+        for old, grads in by_scale((grad, one.scale) for _, one, grad in left):
+            bring_to(scale, old, grads)
+        kept = _copied(scale)
+        self._scaled = {
+            key: one._replace(version=grad._version, scale=kept) for key, one, grad in left
+        }
         self._forget_dead()
         return Watch.of(self._alive(threading.get_ident()), self._plain_backwards())
 
@@ -210,10 +212,11 @@ class UnpreparedParams:
         scale: float | Tensor,
     ) -> None:
         stepped = {id(param) for one in optimizers for param in one.params()} if written else ()
+        kept = _copied(scale) if written else scale
         for param, grad in written:
             if id(param) not in stepped:
                 found = TensorWeakRef(param), TensorWeakRef(grad)
-                self._scaled[id(param)] = _Scaled(*found, grad._version, _copied(scale))
+                self._scaled[id(param)] = _Scaled(*found, grad._version, kept)
 
     def forget(self, params: Iterable[Tensor]) -> None:
         """The gradients of these parameters were unscaled in place."""

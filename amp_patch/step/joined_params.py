@@ -11,6 +11,7 @@ from torch import Tensor
 
 from amp_patch.gradients.gradients import Gradients
 from amp_patch.gradients.param_pairs import ParamPairs
+from amp_patch.gradients.scaled_gradients import by_scale
 from amp_patch.weights.parameter_lists import listed, store_grad
 
 from .held_params import HeldParams
@@ -32,12 +33,9 @@ class JoinedParams:
         self._held.pairs()  # there may be others since the last look
         if not self._held.joined:
             return
-        by_scale: dict[int, tuple[float | Tensor, list[tuple[Tensor, Tensor]]]] = {}
-        for param, master, scale in self._take():
-            key = id(scale) if isinstance(scale, Tensor) else hash(scale)
-            by_scale.setdefault(key, (scale, []))[1].append((param, master))
-        for scale, rows in by_scale.values():
-            self._gradients.adopt(ParamPairs(*map(listed, zip(*rows, strict=True))), scale)
+        rows = (((param, master), scale) for param, master, scale in self._take())
+        for scale, pairs in by_scale(rows):
+            self._gradients.adopt(ParamPairs(*map(listed, zip(*pairs, strict=True))), scale)
 
     def leave_to_pass(self) -> None:
         """A block ends in which they have come: it unscales what they have with the rest."""

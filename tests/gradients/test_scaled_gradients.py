@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from amp_patch.gradients.param_pairs import ParamPairs
-from amp_patch.gradients.scaled_gradients import ScaledGradients
+from amp_patch.gradients.scaled_gradients import ScaledGradients, bring_to, by_scale
 
 
 @pytest.fixture
@@ -119,3 +119,14 @@ def test_what_the_block_clears_is_cleared_where_it_waits(
     with scaled.shown(pairs):  # nothing waits
         pairs.model[1].grad.fill_(3.0)
     assert pairs.model[1].grad.tolist() == [3.0, 3.0]
+
+
+def test_what_has_one_scale_is_brought_to_another_together() -> None:
+    device, other = torch.tensor(4.0), torch.tensor(4.0)
+    rows = [("a", 2.0), ("b", device), ("c", 2.0), ("d", other), ("e", device)]
+    assert [names for _, names in by_scale(rows)] == [["a", "c"], ["b", "e"], ["d"]]
+    for old in (2.0, device):
+        for new in (8.0, torch.tensor(8.0)):
+            grads = [torch.full((2,), float(old)), torch.full((3,), 0.5 * float(old))]
+            bring_to(new, old, grads)
+            assert [grad.tolist() for grad in grads] == [[8.0] * 2, [4.0] * 3]
