@@ -49,7 +49,7 @@ _INTEGER = (
 _INTEGERS = re.compile(
     rf"\bgot:? (\w+, )?{_INTEGER}( and |, | !=)(?!.*for the source)|!= {_INTEGER}\b"
     rf"|Input type \({_INTEGER}\)|found \w+ and {_INTEGER}\b|\bweight: {_INTEGER}\b"
-    r"|input dtype \(torch\.(bool|u?int)"
+    r"|(input dtype \(|got type )torch\.(bool|u?int)"
 )
 # The same words are used of half numbers in the place of indices.
 _MAYBE_INTEGERS = re.compile(
