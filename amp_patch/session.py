@@ -12,7 +12,7 @@ import functools
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
@@ -171,8 +171,8 @@ class Session:
             process_group: of the ranks that step together; None: found by itself.
         """
         stepping = _stepping(optimizers, level)
+        self._refuse(models, optimizers, stepping, level)
         stepped = set(map(id, params_of(*optimizers)))
-        self._refuse(models, optimizers, stepping, stepped, level)
         rules_of_modules.leave_all()
         mode.leave_models_but(())
         with contextlib.ExitStack() as on_error:
@@ -210,7 +210,6 @@ class Session:
         models: Sequence[nn.Module],
         optimizers: Sequence[Optimizer],
         stepping: Sequence[Optimizer],
-        stepped: Collection[int],
         level: OptLevel,
     ) -> None:
         """Raise where models and optimizers do not go together, or with those that are prepared.
@@ -218,7 +217,6 @@ class Session:
         Args:
             models, optimizers, level: of `initialize`.
             stepping: those of the optimizers that step by themselves.
-            stepped: ids of the parameters that they hold.
         """
         arguments.refuse_twice(stepping, self.optimizers.steps)
         if level.master_weights:
