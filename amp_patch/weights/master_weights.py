@@ -166,7 +166,7 @@ class MasterWeights:
         if self._versions.given:
             self._rounding.renew().forget()  # a write by .data left no trace
             self.reconcile()
-            self._versions.end_giving()
+            self._writes.end_giving()
 
     def note_data_read(self, stepped: Tensor) -> None:
         """Look for writes from now on, if a script reads the ``.data`` of a master.

@@ -54,6 +54,8 @@ class UnseenWrites:
         Args:
             local: what this rank holds of each.
         """
+        if not self.is_looking:
+            return
         noted = self._sums
         self.note([one for one in local if noted.get(one.data_ptr(), _NOTHING)[1] != one._version])
 

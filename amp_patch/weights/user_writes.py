@@ -33,8 +33,13 @@ class UserWrites:
 
     def give(self) -> None:
         """The user is given all masters, to write to until a step has been made, or skipped."""
-        self.unseen.note(self._pairs.local_masters())  # all of before is in force
+        self.unseen.note_moved(self._pairs.local_masters())
         self._versions.give(self._pairs.half_versions(), self._pairs.master_versions())
+
+    def end_giving(self) -> None:
+        """All that the user wrote is in force, with a look at every pair."""
+        self._versions.end_giving()
+        self.unseen.note(self._pairs.local_masters())
 
     def note_new(self, count: int) -> None:
         """Pairs have come after the first ``count``; the user has them with the others."""

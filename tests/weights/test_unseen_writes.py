@@ -222,6 +222,28 @@ def test_a_read_of_a_masters_data_has_it_looked_at_until_the_next_step() -> None
         assert not writes.is_looking
 
 
+@pytest.mark.parametrize("width", [3, 3000])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("steps", [0, 3, 20])
+def test_a_write_through_data_counts_where_masters_are_read_after_it(
+    amp: ModuleType, level: str, width: int, steps: int
+) -> None:
+    """As of an average that writes to ``optimizer.param_groups``, before a norm is logged."""
+    model = nn.Linear(3, width)
+    optimizer = Adam(model.parameters(), lr=0.0)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=64.0, verbosity=0)
+    x = torch.ones(1, 3)
+    for _ in range(steps):
+        scaled_backward(amp, model(x).float().sum(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    for master in optimizer.param_groups[0]["params"]:
+        master.data.fill_(0.25)
+    list(amp.master_params(optimizer))
+    assert torch.equal(model(x).float(), torch.ones(1, width))
+    assert all((value == 0.25).all() for value in model.state_dict().values())
+
+
 #: What moves the versions of masters: a load, a write in place.
 MOVES: dict[str, Callable[[nn.Module, list[Tensor]], object]] = {
     "load": lambda model, masters: model.load_state_dict(copy.deepcopy(model.state_dict())),
