@@ -26,12 +26,14 @@ class _Handed(NamedTuple):
 
     Attributes:
         version: of ``value``; None of a master, whose version is looked at elsewhere.
+        half_version: of ``tensor``, which a later write to it has moved.
         bits: see `bits_of`, of ``tensor``; None of other than plain ones.
     """
 
     tensor: Tensor
     value: Tensor
     version: int | None
+    half_version: int
     bits: Tensor | None
 
     def was_written_to(self) -> bool:
@@ -43,7 +45,8 @@ class _Handed(NamedTuple):
             return True
         if self.bits is None or not is_plain(self.tensor) or self.has_the_numbers():
             return False
-        return torch.equal(bits_of(self.tensor), self.bits)
+        is_as_it_was = version_of(self.tensor) == self.half_version
+        return is_as_it_was and torch.equal(bits_of(self.tensor), self.bits)
 
     def has_other_version(self) -> bool:
         """Return whether a version tells that what the state dict has was written to."""
@@ -98,7 +101,7 @@ class HandedOut:
         """
         if not value.is_inference():  # which nobody may write to, and has no version
             version = None if is_master else version_of(value)
-            handed = _Handed(tensor, value, version, bits)
+            handed = _Handed(tensor, value, version, version_of(tensor), bits)
             self._handed.setdefault(module, []).append(handed)
             self.are_held = True
 

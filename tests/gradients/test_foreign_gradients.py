@@ -1,5 +1,6 @@
 """Gradients that another optimizer's scaled loss wrote are told, and not stepped."""
 
+import copy
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -161,18 +162,20 @@ def test_a_block_for_both_and_blocks_in_turn_are_right(amp: ModuleType, level: s
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_parameter_of_both_is_unscaled_for_both(amp: ModuleType, level: str) -> None:
     model = nn.Linear(3, 2)
+    plain = copy.deepcopy(model)
     first, second = (SGD(model.parameters(), lr=0.5) for _ in range(2))
     amp.initialize(model, [first, second], opt_level=level, loss_scale=64.0, verbosity=0)
-    before = model.state_dict()["weight"].float().clone()
+    loss_of(plain).backward()
+    before = plain.weight.detach().clone()
     with amp.scale_loss(loss_of(model), first) as scaled_loss:
         scaled_loss.backward()
-    grad = model.weight.grad.float().clone()
+    torch.testing.assert_close(model.weight.grad.float(), plain.weight.grad, rtol=2e-2, atol=1e-2)
     first.step()
-    once = model.state_dict()["weight"].float().clone()
-    torch.testing.assert_close(once, before - 0.5 * grad, rtol=1e-2, atol=1e-2)
-    second.step()  # with the same gradient where it steps the very parameter, else with none
-    assert model.state_dict()["weight"].isfinite().all()
-    assert (model.state_dict()["weight"].float() - once).abs().max() <= 0.51 * grad.abs().max()
+    once = before - 0.5 * plain.weight.grad
+    torch.testing.assert_close(model.state_dict()["weight"].float(), once, rtol=2e-2, atol=2e-2)
+    second.step()  # with the same gradient, or none where the first step has dropped it
+    moved = (model.state_dict()["weight"].float() - once).norm() / plain.weight.grad.norm()
+    assert min(abs(moved), abs(moved - 0.5)) < 0.05
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])

@@ -1,4 +1,4 @@
-"""One optimizer around its backward passes: what is refused, what `release` leaves."""
+"""One optimizer around its passes: these add up, end early or fail, and what `release` leaves."""
 
 from collections.abc import Callable
 from types import ModuleType

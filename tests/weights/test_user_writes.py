@@ -303,3 +303,19 @@ def test_a_group_that_comes_when_the_user_has_the_masters_may_be_written_to(
     optimizer.step()
     assert model[1].weight.eq(2.0).all()
     assert model.state_dict()["1.weight"].eq(2.0).all()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_half_weight_that_is_set_anew_to_what_it_was_wins_over_a_write_before(
+    amp: ModuleType, level: str
+) -> None:
+    """While a state dict is held, which has the master."""
+    model, optimizer = prepared(amp, level)
+    with torch.no_grad():
+        model.load_state_dict({"weight": torch.full((3, 4), 0.5)}, strict=False)
+        state = model.state_dict()
+        next(amp.master_params(optimizer)).data.fill_(100.0)
+        model.weight.fill_(0.5)
+    train_step(amp, model, optimizer)
+    assert state["weight"].abs().max() < 1.0
+    assert model.weight.abs().max() < 1.0
