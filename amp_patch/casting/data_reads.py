@@ -22,18 +22,22 @@ def install(
 
     Args:
         patches: undoes it.
-        tell_of_read: gets the parameter; must read no ``.data`` itself.
-        tell_of_set: gets the tensor, too; must set none.
+        tell_of_read: gets the parameter, of which a view's may be read, as by ``weight[0].data``;
+            must read no ``.data`` itself.
+        tell_of_set: gets the parameter and the tensor; must set none.
     """
-    _, name, original = resolve_in(nn.Parameter, "data")
+    _, name, original = resolve_in(Tensor, "data")
 
-    def read(param: nn.Parameter) -> Tensor:
-        tell_of_read(param)
-        value: Tensor = original.__get__(param)
+    def read(tensor: Tensor) -> Tensor:
+        param = tensor if isinstance(tensor, nn.Parameter) else tensor._base
+        if isinstance(param, nn.Parameter):
+            tell_of_read(param)
+        value: Tensor = original.__get__(tensor)
         return value
 
-    def set_to(param: nn.Parameter, value: Tensor) -> None:
-        tell_of_set(param, value)
-        original.__set__(param, value)
+    def set_to(tensor: Tensor, value: Tensor) -> None:
+        if isinstance(tensor, nn.Parameter):
+            tell_of_set(tensor, value)
+        original.__set__(tensor, value)
 
-    patches.replace(nn.Parameter, name, property(read, set_to, doc=original.__doc__))
+    patches.replace(Tensor, name, property(read, set_to, doc=original.__doc__))

@@ -97,13 +97,14 @@ class Comparison(torch_kernels.Comparison):
         """Do nothing: `reconcile` reads all sources again, which costs the host nothing."""
 
     @without_grad
-    def reconcile(self, wins: Callable[[], Sequence[bool]]) -> bool:
+    def reconcile(self, wins: Callable[[], Sequence[bool]], trusts: bool = False) -> bool:
         """See `torch_kernels.Comparison.reconcile`.
 
         Versions of tensors do not tell of what kernels write here.
 
         Args:
             wins: as there, but always called.
+            trusts: nothing is passed by, for the host does not learn of what kernels find.
 
         Returns:
             True where torch compared some pairs and found that one differs. What kernels find is

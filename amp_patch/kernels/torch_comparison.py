@@ -8,6 +8,7 @@ from itertools import accumulate, starmap
 import torch
 from torch import Tensor
 
+from .large_copies import LargeCopies
 from .small_tensors import share_most
 from .strips import cut, lie_alike, strip_length
 from .tensor_lists import alike
@@ -23,6 +24,10 @@ class Comparison:
     Args:
         sources: tensors on any devices.
         copies: a tensor of the same shape and device for each, of any real dtypes.
+
+    Attributes:
+        has_large: whether `differs` may pass by some pairs.
+        found_unseen: whether the last `differs` found a large pair of which no version told.
     """
 
     def __init__(self, sources: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
@@ -30,7 +35,9 @@ class Comparison:
         together = _smallest([c for _, c in self._pairs if _is_view(_flat(c), c)])
         self._are_on_cpu = all(copy.is_cpu for copy in copies)
         ids = set(map(id, together))
-        self._alone = [pair for pair in self._pairs if id(pair[1]) not in ids]
+        self._large = LargeCopies([pair for pair in self._pairs if id(pair[1]) not in ids])
+        self.has_large = self._are_on_cpu and bool(self._large.pairs)
+        self.found_unseen = False
         self._together = [_words(group) for (group,) in alike(_in_few_pieces(together))]
         # Small ones with their sources, for when nothing is known of either; and those of them that
         # are not flat in memory.
@@ -53,26 +60,34 @@ class Comparison:
         for memory, pieces in zip(self._memory, self._together, strict=True):
             memory.copy_(_joined(pieces))
         self._seen = self._memory
+        self._large.note_equal()
 
     def forget(self) -> None:
         """Note that sources may have been written to: the next `differs` looks at all of them."""
         self._seen = None
+        self._large.forget()
 
-    def differs(self) -> bool:
+    def differs(self, trusts: bool = False) -> bool:
         """Return whether any copy is not its source cast to its dtype. Waits for the device.
 
         Between `note_equal` and `forget`, what is written to a small source is not seen.
+
+        Args:
+            trusts: on a CPU, pass by large pairs to which nobody has written since `note_equal`;
+                see `LargeCopies.unequal_perhaps`. Nobody has read a copy's ``data`` since then.
         """
+        self.found_unseen = False
         if self._are_on_cpu:
-            return self._differs_on_cpu()
+            return self._differs_on_cpu(trusts)
         flags = [torch.ne(*both).any() for both in self._expected()]
         if len({flag.device for flag in flags}) == 1:
             return bool(flags[0] if len(flags) == 1 else torch.stack(flags).any())
         return any(bool(flag) for flag in flags)
 
-    def _differs_on_cpu(self) -> bool:
-        for pair in self._alone:
+    def _differs_on_cpu(self, trusts: bool) -> bool:
+        for pair, is_written in self._large.unequal_perhaps(trusts):
             if any(starmap(_is_another, _pieces(*pair))):
+                self.found_unseen = not is_written
                 return True
         if self._seen is None:
             return any(starmap(_is_another, self._apart)) or any(
@@ -82,7 +97,8 @@ class Comparison:
 
     def _expected(self) -> Iterator[Sequence[Tensor]]:
         """Yield the bits that copies must have and have; few casts are in memory at a time."""
-        for pair in self._alone if self._seen is not None else [*self._alone, *self._apart]:
+        large = self._large.pairs
+        for pair in large if self._seen is not None else [*large, *self._apart]:
             for source, copy in _pieces(*pair):
                 yield _words([source.to(copy.dtype), copy])
         if self._seen is not None:
@@ -90,7 +106,7 @@ class Comparison:
         else:
             yield from (group.bits() for group in self._small)
 
-    def reconcile(self, wins: Callable[[], Sequence[bool]]) -> bool:
+    def reconcile(self, wins: Callable[[], Sequence[bool]], trusts: bool = False) -> bool:
         """Make every copy and its source equal again, where one of them was written to.
 
         Where the source wins it is cast to the copy; else the source takes the copy's values, and
@@ -99,11 +115,12 @@ class Comparison:
 
         Args:
             wins: returns for each source whether it wins; called only where any pair differs.
+            trusts: see `differs`.
 
         Returns:
             True if any copy was found to differ.
         """
-        differs = self.differs()
+        differs = self.differs(trusts)
         if differs:
             for (source, copy), source_wins in zip(self._pairs, wins(), strict=True):
                 if source_wins:

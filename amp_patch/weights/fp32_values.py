@@ -53,6 +53,7 @@ class FP32Values:
         handed_out: what state dicts have got since the models were used.
         writes: how often each half parameter was written to without a version, by its id.
         moves: how often any was given other memory.
+        data_reads: how often a script has read, or set, the ``.data`` of a half parameter.
         sums: see `UnseenWrites`.
     """
 
@@ -61,6 +62,7 @@ class FP32Values:
         self.sums: dict[int, tuple[int, int]] = {}
         self.writes: dict[int, int] = {}
         self.moves = 0
+        self.data_reads = 0
         self.handed_out = HandedOut(self._take_over, self._is_stepped)
         self.clear()
 
@@ -97,6 +99,8 @@ class FP32Values:
     def doubt(self, param: Tensor) -> None:
         """A script is about to read a parameter's ``.data``, to which it may write."""
         self._alike.doubt(param)
+        if param.dtype is not torch.float32:
+            self.data_reads += 1
 
     def note_set(self, param: Tensor, new: Tensor) -> None:
         """A script is about to set ``param.data``, which moves no version.

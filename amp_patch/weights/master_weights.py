@@ -25,6 +25,7 @@ from .master_pairs import MasterPairs
 from .parameter_lists import are_same, clear_grads
 from .rounding import Rounding
 from .ties import Ties
+from .unseen_half_writes import UnseenHalfWrites
 from .user_writes import UserWrites
 
 
@@ -58,6 +59,7 @@ class MasterWeights:
         self._versions = self._pairs.versions
         self._writes = UserWrites(self._pairs, values, may_move)
         self._rounding = Rounding(self._pairs, values, self._writes.moved)
+        self._half_writes = UnseenHalfWrites(self._pairs, values)
         self._ties = Ties()
         self._is_due = False
         self.lock = threading.RLock()
@@ -121,6 +123,7 @@ class MasterWeights:
         """Give the optimizer its parameters back, with the masters' fp32 values and gradients."""
         self._pairs.follow_shapes()
         self.end_exposure()
+        self._rounding.renew().forget()  # look at all, this one time
         self.reconcile()
         self._pairs.release()
         self._rounding.forget()
@@ -247,13 +250,16 @@ class MasterWeights:
             # Parameters were written to, and perhaps masters as well. The comparison passes by
             # pairs that it knows: one that was set to 0 and back has the same numbers again.
             comparison.forget()
+        trusts = comparison.has_large and not self._half_writes.may_be_any()
         judged: list[int] = []
 
         def wins() -> list[bool]:
             judged[:] = self._pairs.master_versions()
             return self._writes.masters_that_win(judged)
 
-        if comparison.reconcile(wins):
+        if comparison.reconcile(wins, trusts):
+            if comparison.found_unseen and not trusts:
+                self._half_writes.note_found()
             self._writes.note_equal(self._pairs.master_versions())
         elif judged:  # kernels have made them equal, without a word
             self._writes.note_equal(judged)
@@ -307,4 +313,6 @@ class MasterWeights:
             # Of a master that was not stepped the half weight stays as it is.
             self._rounding.write(self._pairs.left_out(versions))
         comparison.note_equal()
+        if comparison.has_large:
+            self._half_writes.count_step()
         self._writes.note_step(versions)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from amp_patch import amp as core
+from amp_patch.casting import data_reads
 from amp_patch.casting.mode import process
 from amp_patch.casting.weight_cache import WeightCache
+from amp_patch.patching import Patches
 
 HALVES = {"O1": torch.float16, "O4": torch.bfloat16}
 SIZE = 8
@@ -31,8 +35,14 @@ def by_a_version(layer: Constrained) -> None:
         layer.weight.clamp_(min=0)
 
 
+def by_rows(layer: Constrained) -> None:
+    for row in range(SIZE):
+        layer.weight[row].data.clamp_(min=0)
+
+
 WRITES: dict[str, Callable[[Constrained], None]] = {
     "in place": in_forward,
+    "rows": by_rows,
     "another tensor": by_another_tensor,
     "no_grad": by_a_version,
 }
@@ -170,12 +180,39 @@ def test_a_large_frozen_weight_is_cast_anew(cache: WeightCache) -> None:
 def test_data_is_torchs_again_afterwards(amp: ModuleType, level: str) -> None:
     weight = nn.Parameter(torch.ones(2))
     amp.initialize(nn.Linear(2, 2), opt_level=level, verbosity=0)
-    assert "data" in vars(nn.Parameter)
+    assert "data" in vars(Tensor)
     weight.data = weight.data * 3
     assert weight.data.tolist() == [3.0, 3.0]
     assert not weight.data.requires_grad
     core.deactivate()
-    assert "data" not in vars(nn.Parameter)
+    assert "data" not in vars(Tensor)
+
+
+class Named(Tensor):
+    """A class of a script's own."""
+
+
+def test_only_parameters_and_their_views_are_told_of() -> None:
+    weight, other = nn.Parameter(torch.ones(2, 2)), torch.zeros(2, 2)
+    told: list[Any] = []
+    with contextlib.ExitStack() as undo:
+        patches = Patches()
+        undo.callback(patches.undo)
+        data_reads.install(patches, told.append, lambda param, new: told.append((param, new)))
+        for plain in (other, other[0], torch.ones(2).as_subclass(Named), (weight * 2)[0]):
+            plain.data.zero_()
+            plain.data = plain.data.clone()
+            assert plain.data.count_nonzero() == 0
+        assert told == []
+        weight.data[1, 1] = 2.0
+        weight[0].data.zero_()
+        weight.view(-1).data[2] = 3.0
+        assert len(told) == 3
+        assert all(one is weight for one in told)
+        weight.data = other
+        assert told[3][0] is weight
+        assert told[3][1] is other
+    assert weight.tolist() == [[0.0, 0.0], [0.0, 0.0]]
 
 
 def test_a_compiled_function_may_read_and_write_it(amp: ModuleType) -> None:

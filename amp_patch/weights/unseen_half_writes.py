@@ -1,0 +1,52 @@
+"""Writes to half weights that no version tells of, as those of ``weight.data.mul_(mask)``.
+
+A comparison with the masters finds each, and reads all weights. So large ones are compared in the
+first steps of a training, and then where something tells that a script may have written so. Knows
+no numbers.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from torch.nn import Parameter
+
+from amp_patch.early_looks import WATCHED
+
+from .fp32_values import FP32Values
+from .master_pairs import MasterPairs
+
+
+class UnseenHalfWrites:
+    """Tells whether the half weights of one optimizer may have been written to without a version.
+
+    Args:
+        pairs: of the optimizer.
+        values: told of each read of a weight's ``.data``.
+    """
+
+    def __init__(self, pairs: MasterPairs, values: FP32Values) -> None:
+        self._pairs, self._values = pairs, values
+        self._reads, self._was_told = values.data_reads, False
+        self._steps_left = WATCHED
+
+    def may_be_any(self) -> bool:
+        """Return whether there may be such writes since this was asked last.
+
+        But for those through what a script has kept of a weight, which keeps its memory.
+        """
+        before, self._reads = self._reads, self._values.data_reads
+        self._was_told = self._reads != before
+        if self._steps_left > 0 or self._was_told:
+            return True
+        # Of others, as the shards of a DTensor, nobody learns that their ``.data`` is read.
+        return any(type(param) is not Parameter for param in self._pairs.params)
+
+    def count_step(self) -> None:
+        """Note that a step has been made."""
+        self._steps_left -= 1
+
+    def note_found(self) -> None:
+        """Such a write was found; look in all later steps, too, unless something told of it."""
+        if not self._was_told:
+            self._steps_left = sys.maxsize
