@@ -75,7 +75,8 @@ class FP32Values:
         self._values: MutableMapping[Tensor, NotedValue] = WeakTensorKeyDictionary()
         self._came_in: MutableMapping[Tensor, torch.dtype] = WeakTensorKeyDictionary()
         self._stored: MutableMapping[Tensor, None] = WeakTensorKeyDictionary()
-        self._converted: set[int] = set()
+        # By id, until `end_conversion`: the parameter, and its value with the gradient from before.
+        self._converted: dict[int, tuple[Tensor, Tensor]] = {}
 
     def set(
         self, param: Tensor, value: Tensor, versions: Versions | None = None, index: int = 0
@@ -171,7 +172,7 @@ class FP32Values:
     def set_converted(self, param: Tensor, value: Tensor) -> None:
         """As `set`, for a parameter converted just now; until `end_conversion` nothing writes."""
         self.set(param, value)
-        self._converted.add(id(param))
+        self._converted[id(param)] = param, value
 
     def set_frozen(self, param: Tensor, original: Tensor) -> None:
         """Enter a frozen parameter that came in half.
@@ -206,7 +207,14 @@ class FP32Values:
             self._stored.pop(param, None)
 
     def end_conversion(self) -> None:
-        """`initialize` is over: from now on the user may write to the parameters."""
+        """`initialize` is over: from now on the user may write to the parameters.
+
+        The gradients of those for which no master came are the parameters' again.
+        """
+        for param, value in self._converted.values():
+            entry = self._values.get(param)
+            if value.grad is not None and entry is not None and entry.value is value:
+                param.grad, value.grad = value.grad.to(param.dtype), None
         self._converted.clear()
 
     @without_grad
@@ -249,6 +257,8 @@ class FP32Values:
     @torch.no_grad()
     def take(self, param: Tensor) -> Tensor:
         """Return the fp32 value for a master to hold, in the stored tensor's own memory."""
+        if self.handed_out.are_held:  # what a script wrote to a state dict's values is in force
+            self.handed_out.take_over()
         entry = self._values.get(param)
         # To compare a whole model again would take longer than to convert it.
         if entry is not None and id(param) in self._converted:

@@ -158,6 +158,8 @@ class MasterWeights:
     def expose(self) -> None:
         """The user gets the masters, to write to until the step that follows."""
         self.end_exposure()
+        if self._writes.are_any():
+            self._rounding.renew().forget()  # which passes by small masters that were written to
         self.reconcile()
         self._writes.give()
         for param, master in self._pairs:

@@ -262,3 +262,22 @@ def test_a_gradient_from_before_initialize_is_stepped(amp: ModuleType, level: st
     amp.initialize(model, optimizer, opt_level=level, verbosity=0)
     optimizer.step()
     assert torch.equal(model.weight.float(), torch.full((3, 4), 0.75))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("is_cleared", [False, True])
+def test_a_gradient_from_before_of_a_layer_that_joins_later(
+    amp: ModuleType, level: str, is_cleared: bool
+) -> None:
+    """It is the layer's, in half, until an optimizer gets it; and the layer's to be cleared."""
+    model = nn.ModuleList([nn.Linear(4, 3), nn.Linear(4, 3)])
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=1.0)
+    nn.init.ones_(model[1].weight)
+    model[1].weight.grad = torch.full((3, 4), 0.25)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=1.0, verbosity=0)
+    assert torch.equal(model[1].weight.grad.float(), torch.full((3, 4), 0.25))
+    if is_cleared:
+        model.zero_grad()
+    optimizer.add_param_group({"params": model[1].parameters()})
+    optimizer.step()
+    assert torch.equal(model[1].weight.float(), torch.full((3, 4), 1.0 if is_cleared else 0.75))

@@ -167,6 +167,25 @@ def test_a_step_begins_from_what_was_written(
 
 
 @pytest.mark.parametrize("level", HALF_OF)
+@pytest.mark.parametrize("write", WAYS)
+@pytest.mark.parametrize("is_stepped", [False, True])
+def test_a_layer_that_joins_an_optimizer_has_what_was_written(
+    amp: ModuleType, level: str, write: Callable[..., None], is_stepped: bool
+) -> None:
+    """A head that was filled by hand, before any forward."""
+    body, head = made(0), made(0)
+    model = nn.ModuleList([body, head])
+    optimizer = torch.optim.SGD(body.parameters(), lr=0.5)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=64.0, verbosity=0)
+    new = made(1).state_dict()
+    write(head.state_dict(), new)
+    optimizer.add_param_group({"params": head.parameters()})
+    if is_stepped:
+        optimizer.step()
+    assert differing(head.state_dict(), expected_at(level, new)) == []
+
+
+@pytest.mark.parametrize("level", HALF_OF)
 @pytest.mark.parametrize("base", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("write", WAYS)
 def test_a_base_that_came_in_half_is_written_to(

@@ -541,3 +541,22 @@ def test_weights_that_are_tied_no_longer_are_stepped_apart(
     assert not torch.equal(*masters)
     for half, master in zip((one, two), masters, strict=True):
         assert torch.equal(half, master.to(half.dtype))
+
+
+@LEVELS
+@FUSED
+def test_what_is_clamped_before_masters_are_read_stays(
+    amp: ModuleType, level: str, fused: bool
+) -> None:
+    """As a critic's weights are, of which the script then logs a norm, or keeps an average."""
+    training = Training(amp, level, fused)
+    for _ in range(3):
+        training.step()
+        with torch.no_grad():
+            for master in training.masters:
+                master.clamp_(-0.0625, 0.0625)
+        norms = [master.abs().max() for master in amp.master_params(training.optimizer)]
+        assert max(norms) == 0.0625
+        state = training.state()
+        assert max(value.abs().max() for value in state.values()) == 0.0625
+        training.assert_forward_reads(state)
