@@ -275,7 +275,7 @@ def scale_loss(
         IndexError: no such loss_id.
         FloatingPointError: from the exit, when two steps in a row overflow at the floor.
     """
-    steps = session.steps_of(optimizers, "with amp.scale_loss(loss, optimizer)")
+    steps = session.lookup.steps_of(optimizers, "with amp.scale_loss(loss, optimizer)")
     if steps is None:
         return contextlib.nullcontext(with_torchs_backward(loss))
     loss = with_torchs_backward(arguments.loss_of(loss))
@@ -363,7 +363,7 @@ def step_was_skipped(optimizer: Optimizer) -> bool:
         TypeError: not one optimizer.
         RuntimeError: `initialize` was not called with this optimizer.
     """
-    steps = session.steps_of(optimizer, "amp.step_was_skipped(optimizer)")
+    steps = session.lookup.steps_of(optimizer, "amp.step_was_skipped(optimizer)")
     if steps is None:
         return False
     arguments.optimizer_of(optimizer, "amp.step_was_skipped()")
@@ -381,7 +381,7 @@ def loss_scale(loss_id: int | None = None) -> float:
         RuntimeError: `initialize` was not called.
         TypeError, IndexError: no such loss_id.
     """
-    if session.is_off("amp.loss_scale()"):
+    if session.lookup.is_off("amp.loss_scale()"):
         return 1.0
     open_block = open_scale() if loss_id is None else None
     if open_block is not None:
@@ -406,7 +406,7 @@ def state_dict(
         RuntimeError: `initialize` was not called.
     """
     result = OrderedDict() if destination is None else destination
-    if not session.is_off("amp.state_dict()"):
+    if not session.lookup.is_off("amp.state_dict()"):
         session.optimizers.settle()
         result.update(loss_scaler.state_dict(session.scalers))
     return result
@@ -423,7 +423,7 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
         RuntimeError: `initialize` was not called, or a key that is no loss scaler's.
         TypeError, ValueError: no state dict, or an entry that holds no scale.
     """
-    if not session.is_off("amp.load_state_dict()"):
+    if not session.lookup.is_off("amp.load_state_dict()"):
         arguments.refuse_no_state(state_dict)
         session.optimizers.settle()
         loss_scaler.load_state_dict(session.scalers, state_dict, session.announce)

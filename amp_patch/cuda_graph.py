@@ -121,7 +121,7 @@ def capture(step: Callable[[], Any], *, warm_up: int = 3, pool: Any = None) -> C
         FloatingPointError: steps that overflow at a static loss scale, or at the floor of one.
     """
     _refuse_arguments(step, warm_up)
-    session.is_off("amp_patch.cuda_graph.capture()")
+    session.lookup.is_off("amp_patch.cuda_graph.capture()")
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     # A kept cast remembers in the autograd graph which stream it was made on: that may be one

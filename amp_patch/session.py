@@ -1,4 +1,4 @@
-"""All state of one run: the order in which it is set up and undone, and what a step looks up.
+"""All state of one run, and the order in which it is set up and undone.
 
 What is done to models, optimizers and functions is in `prepared_models`, `prepared_optimizers`
 and `patched_functions`.
@@ -42,8 +42,8 @@ from .patching import Patches
 from .scaling.loss_scaler import LossScaler
 from .scaling.scale_rule import ScaleRule
 from .step.history import History, Prepared
+from .step.lookup import Lookup
 from .step.observers import Observers
-from .step.optimizer_step import OptimizerStep
 from .step.prepared_optimizers import PreparedOptimizers
 from .warn_once import warn_once
 from .weights import module_rules as rules_of_modules
@@ -54,16 +54,6 @@ from .weights.rollback import Snapshot
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # not every build of torch has it
-
-_NO_STATE = (
-    "internal Amp state has not been initialized, or amp.deactivate() has ended it for all models"
-)
-_MEND = "call model, optimizer = amp.initialize(model, optimizer, opt_level=...) first"
-_MEND_ANEW = (
-    "call amp.deactivate(), make the optimizer of model.parameters(), and call model, optimizer = "
-    "amp.initialize(model, optimizer, opt_level=...) anew, with every optimizer of the model"
-)
-
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -98,6 +88,7 @@ class Session:
         models, optimizers, functions: what was done to each.
         libraries: the functions of other libraries; their rules outlive the session.
         methods: those of models that cast as their calls do; which they are outlives it, too.
+        lookup: finds what a call of the user's is for.
         scalers: one list per process; a loss_id of an optimizer points into it.
         verbosity: above 0, apex's messages are printed; "skips": those of skipped steps only.
         passes: makes what stands around each backward.
@@ -123,10 +114,10 @@ class Session:
         self.history = History()
         self.verbosity: int | str = 1
         self.initialized = False
-        self.disabled = False
         self.functions = PatchedFunctions(self.casts, self._registered)
         self.models = PreparedModels(self.store, self.cache, _HOOKS)
         self.optimizers = PreparedOptimizers(self.scalers, self.announce, self.observers)
+        self.lookup = Lookup(self.optimizers, self.models.stored_in_half, lambda: self.initialized)
         self.guard = Guard(self.models, self.optimizers, self.store, self.cache.mark_stale)
         self.passes = BackwardPasses(
             self.scalers,
@@ -137,7 +128,6 @@ class Session:
             self.observers,
             lambda: self._prints,
         )
-        self._untouched: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._without_model: set[torch.dtype] = set()
         self._torch_patches = Patches()
         self._step_hooks: list[Any] = []
@@ -200,7 +190,7 @@ class Session:
             on_error.pop_all()
         if level.stores_half:
             self.optimizers.look_again(level)
-        self.disabled = False
+        self.lookup.enable()
         self.history.add(level.name, [self._prepared(one, level) for one in stepping])
         if self.observers:
             self.observers.prepared(models)
@@ -268,7 +258,7 @@ class Session:
             on_error.pop_all()
         self.models.cast_functions()
         self.history.add(level.name)
-        self.disabled = False
+        self.lookup.enable()
 
     def _prepared(self, optimizer: Optimizer, level: OptLevel) -> Prepared:
         step = self.optimizers.steps[optimizer]
@@ -362,67 +352,9 @@ class Session:
             scaler.settle()
 
     def disable(self, optimizers: Any) -> None:
-        """``enabled=False``: later calls with these optimizers, of any type, do nothing."""
-        self.disabled = self.was_used = True
-        given = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
-        self._untouched.update(item for item in given if isinstance(item, Optimizer))
-
-    def is_off(self, caller: str) -> bool:
-        """Return whether amp is disabled in this process.
-
-        Raises:
-            RuntimeError: `amp.initialize` was not called at all.
-        """
-        if not self.initialized and not self.disabled:
-            raise RuntimeError(f"Invoked '{caller}', but {_NO_STATE}; {_MEND}.")
-        return not self.initialized
-
-    def steps_of(self, optimizers: Any, caller: str) -> list[OptimizerStep] | None:
-        """Return what was set up for optimizers; None where amp was initialized as disabled.
-
-        Args:
-            optimizers: one, or a list or tuple of them; also what wraps or copies them.
-            caller: how the function is called that takes them; 'with ' may stand before it.
-
-        Raises:
-            TypeError: not an optimizer or a list or tuple of them.
-            RuntimeError: `amp.initialize` was not called, or not with this optimizer.
-        """
-        found = self.optimizers.steps_of(optimizers)
-        if found:  # most often, and every iteration comes here
-            return found
-        if self._is_disabled(optimizers):
-            return None
-        call = caller.removeprefix("with ")
-        given = arguments.optimizers_for(call, self.optimizers.originals_of(optimizers))
-        steps = self.optimizers.steps
-        for optimizer in given:
-            if optimizer not in steps:
-                raise RuntimeError(
-                    f"{call} got an optimizer that amp.initialize() did not return "
-                    f"({type(optimizer).__name__}); {self._mend_for(optimizer)}."
-                    if self.initialized
-                    else f"Invoked '{caller}', but {_NO_STATE}; "
-                    f"got an optimizer ({type(optimizer).__name__}); {_MEND}."
-                )
-        return [steps[optimizer] for optimizer in given]
-
-    def _mend_for(self, optimizer: Any) -> str:
-        """Return what to call for an optimizer that comes later; a model in half takes none."""
-        halves = self.models.stored_in_half()
-        params = map(self.optimizers.param_of, params_of(optimizer))
-        return _MEND_ANEW if any(id(param) in halves for param in params) else _MEND
-
-    def _is_disabled(self, optimizers: Any) -> bool:
-        if not self.initialized:
-            return self.disabled
-        given = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
-        return bool(self._untouched and given) and all(
-            isinstance(item, Optimizer)
-            and item in self._untouched
-            and item not in self.optimizers.steps
-            for item in given
-        )
+        """``enabled=False``: see `Lookup.disable`."""
+        self.was_used = True
+        self.lookup.disable(optimizers)
 
     def tell_of_casts(self, tell: bool) -> None:
         """Print apex's line for every tensor that the functions patched from now on cast."""

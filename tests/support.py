@@ -1,6 +1,7 @@
 """What tests share: how often a property is drawn, which cases are nightly, a backward, waits."""
 
 import os
+import re
 import zlib
 from collections.abc import Callable, Collection, Iterable
 from itertools import cycle
@@ -166,6 +167,11 @@ def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path],
             make(unfinished)
             unfinished.rename(folder)
     return folder
+
+
+def exactly(message: str) -> str:
+    """Return a pattern for ``match`` that this message fits, and no other."""
+    return f"^{re.escape(message)}$"
 
 
 def numbers_like(tensor: Tensor, seed: int) -> Tensor:

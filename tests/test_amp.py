@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch_snapshot
 from hypothesis import strategies as st
-from support import scaled_backward
+from support import exactly, scaled_backward
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DataParallel
@@ -76,10 +76,6 @@ APEX = {
     "half_region": {},
     "float_region": {},
 }  # fmt: skip
-
-
-def exactly(message: str) -> str:
-    return f"^{re.escape(message)}$"
 
 
 def make(kind: type[Optimizer] = SGD, **options: Any) -> tuple[nn.Module, Optimizer]:
@@ -404,7 +400,7 @@ def stand(model: nn.Module, optimizer: Optimizer) -> list[Any]:
         list(vars(optimizer)),
         session.verbosity,
         session.initialized,
-        session.disabled,
+        session.lookup.disabled,
         process.save(),
         [(id(scaler), scaler.scale) for scaler in session.scalers],
     ]
@@ -532,44 +528,6 @@ def test_an_optimizer_is_refused_in_a_second_call(amp: ModuleType, level: str) -
 
 # --- before initialize, and with enabled=False ---
 
-NO_STATE = (
-    "internal Amp state has not been initialized, or amp.deactivate() has ended it for all models"
-)
-MEND = "call model, optimizer = amp.initialize(model, optimizer, opt_level=...) first."
-
-
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (
-            lambda optimizer: public.scale_loss(torch.zeros(()), optimizer),
-            f"Invoked 'with amp.scale_loss(loss, optimizer)', but {NO_STATE}; "
-            f"got an optimizer (SGD); {MEND}",
-        ),
-        (
-            lambda optimizer: public.step_was_skipped(optimizer),
-            f"Invoked 'amp.step_was_skipped(optimizer)', but {NO_STATE}; "
-            f"got an optimizer (SGD); {MEND}",
-        ),
-        (
-            lambda optimizer: public.loss_scale(),
-            f"Invoked 'amp.loss_scale()', but {NO_STATE}; {MEND}",
-        ),
-        (
-            lambda optimizer: public.state_dict(),
-            f"Invoked 'amp.state_dict()', but {NO_STATE}; {MEND}",
-        ),
-        (
-            lambda optimizer: public.load_state_dict({}),
-            f"Invoked 'amp.load_state_dict()', but {NO_STATE}; {MEND}",
-        ),
-    ],
-)
-def test_calls_before_initialize_say_so(amp: ModuleType, call: Any, words: str) -> None:
-    _, optimizer = make()
-    with pytest.raises(RuntimeError, match=exactly(words)):
-        call(optimizer)
-
 
 def test_calls_that_need_no_state_work_before_initialize(amp: ModuleType) -> None:
     model, optimizer = make()
@@ -646,56 +604,7 @@ def test_a_norm_that_is_never_reached_is_told_and_clips_nothing(
         assert torch.equal(param.grad, grad)
 
 
-def test_a_disabled_pair_stays_plain_beside_an_enabled_one(
-    amp: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
-    plain = amp.initialize(*make(), enabled=False)
-    run = amp.initialize(*make(), opt_level="O2", verbosity=0)
-    loss = plain[0](torch.randn(4, 4)).sum()
-    with amp.scale_loss(loss, plain[1]) as scaled_loss:
-        assert scaled_loss is loss
-    assert amp.step_was_skipped(plain[1]) is False
-    assert train(*run).isfinite()
-    assert amp.state_dict()["loss_scaler0"]["unskipped"] == 1
-    amp.initialize(*make(), enabled=False)
-    assert capsys.readouterr().out == ""
-    train(*run, factor=float("inf"))
-    assert amp.state_dict()["loss_scaler0"]["unskipped"] == 0
-    assert capsys.readouterr().out == ""
-
-
 # --- scale_loss and what goes with it ---
-
-
-@pytest.mark.parametrize("initialized", [False, True])
-@pytest.mark.parametrize(
-    ("optimizers", "received"),
-    [
-        ([], "an empty list"),
-        ((), "an empty tuple"),
-        (None, "NoneType"),
-        (nn.Linear(1, 1), "Linear"),
-        ([make()[1], torch.zeros(())], "Tensor"),
-    ],
-)
-@pytest.mark.parametrize(
-    ("call", "given"),
-    [
-        ("amp.scale_loss(loss, optimizer)", lambda what: public.scale_loss(torch.zeros(()), what)),
-        ("amp.step_was_skipped(optimizer)", public.step_was_skipped),
-    ],
-)
-def test_what_stands_in_an_optimizers_place_is_named_and_the_call_shown(
-    amp: ModuleType, call: str, given: Any, optimizers: Any, received: str, initialized: bool
-) -> None:
-    if initialized:
-        amp.initialize(*make(), opt_level="O2", verbosity=0)
-    words = (
-        f"{call} takes what amp.initialize() returned for its optimizers; got {received} in their "
-        f"place; call {call}."
-    )
-    with pytest.raises(TypeError, match=exactly(words)):
-        given(optimizers)
 
 
 @pytest.mark.parametrize("name", ["backward", "item"])
@@ -708,36 +617,6 @@ def test_the_block_used_as_the_loss_says_how_it_is_used(amp: ModuleType, name: s
     )
     with pytest.raises(AttributeError, match=exactly(words)):
         getattr(amp.scale_loss(torch.zeros(()), optimizer), name)
-
-
-def test_scale_loss_refuses_an_optimizer_it_does_not_know(amp: ModuleType) -> None:
-    _, optimizer = amp.initialize(*make(), opt_level="O2", verbosity=0)
-    words = (
-        "amp.scale_loss(loss, optimizer) got an optimizer that amp.initialize() did not return "
-        f"(Adam); {MEND}"
-    )
-    with pytest.raises(RuntimeError, match=exactly(words)):
-        amp.scale_loss(torch.zeros(()), [optimizer, make(Adam)[1]])
-
-
-@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
-@pytest.mark.parametrize("of", ["model", "groups"])
-def test_a_later_optimizer_of_a_model_in_half_is_told_what_to_do_in_one_message(
-    amp: ModuleType, level: str, of: str
-) -> None:
-    model, optimizer = amp.initialize(*make(), opt_level=level, loss_scale=64.0, verbosity=0)
-    masters = optimizer.param_groups[0]["params"]
-    params = {"model": list(model.parameters()), "groups": masters[:1]}
-    later = Adam(params[of], eps=1e-3)
-    with pytest.raises(RuntimeError, match=r"; call amp.deactivate\(\), make the optimizer of"):
-        amp.scale_loss(torch.zeros(()), later)
-    amp.deactivate()  # as it says
-    later = Adam(model.parameters(), eps=1e-3)
-    model, later = amp.initialize(model, later, opt_level=level, loss_scale=64.0, verbosity=0)
-    before = [param.detach().clone() for param in model.parameters()]
-    scaled_backward(amp, model(torch.randn(16, 4)).float().square().mean(), later)
-    later.step()
-    assert not all(map(torch.equal, before, model.parameters()))
 
 
 @pytest.mark.parametrize("level", LEVELS)

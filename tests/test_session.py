@@ -745,24 +745,3 @@ def test_one_state_of_two_optimizers_is_refused_where_there_are_masters(
     with pytest.raises(RuntimeError, match="with one state") if is_refused else nullcontext():
         amp.initialize(model, optimizers, opt_level=level, verbosity=0)
     assert model.weight.dtype is torch.float32
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_beside_a_disabled_pair_other_optimizers_are_refused_as_ever(
-    amp: ModuleType, level: str
-) -> None:
-    def pair(**options: Any) -> Any:
-        model = nn.Linear(4, 4)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return amp.initialize(model, optimizer, verbosity=0, **options) if options else optimizer
-
-    _, disabled = pair(enabled=False)
-    kept, prepared = pair(opt_level=level)
-    unknown = pair()
-    loss = torch.ones((), requires_grad=True) * 1
-    for given in (unknown, [disabled, unknown], [disabled, prepared]):
-        with pytest.raises(RuntimeError, match="did not return"), amp.scale_loss(loss, given):
-            pass
-    with amp.scale_loss(loss, disabled) as same:
-        assert same.item() == 1.0
-    del kept

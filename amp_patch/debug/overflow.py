@@ -79,7 +79,7 @@ def overflow_report() -> OverflowReport:
     Raises:
         RuntimeError: `amp.initialize` was not called.
     """
-    if session.is_off("amp.overflow_report()"):
+    if session.lookup.is_off("amp.overflow_report()"):
         return OverflowReport([])
     session.optimizers.settle()
     session.settle()

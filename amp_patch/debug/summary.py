@@ -121,7 +121,7 @@ def summary() -> Summary:
     Raises:
         RuntimeError: `amp.initialize` was not called.
     """
-    if session.is_off("amp.summary()"):
+    if session.lookup.is_off("amp.summary()"):
         return Summary((), None, (), ())
     session.optimizers.settle()
     session.settle()

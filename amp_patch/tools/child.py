@@ -46,7 +46,7 @@ def hear_sigint() -> None:
 
 def state_of(session: Any) -> str:
     """Return what became of amp in this process, as a key of `untrained.REASONS`."""
-    return "yes" if session.initialized else "disabled" if session.disabled else "no"
+    return "yes" if session.initialized else "disabled" if session.lookup.disabled else "no"
 
 
 def is_alone() -> bool:

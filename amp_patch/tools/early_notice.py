@@ -65,7 +65,9 @@ class _Count:
             return
         self._steps += 1
         module = sys.modules.get("amp_patch.session")
-        uses_amp = module is not None and module.session.was_used and not module.session.disabled
+        uses_amp = (
+            module is not None and module.session.was_used and not module.session.lookup.disabled
+        )
         self._is_over = uses_amp or self._steps == self._last
         if self._steps in (STEPS, self._most) and not uses_amp:
             self._write()

@@ -94,7 +94,7 @@ class AmpState(types.ModuleType):
             return LossScalers(map(view_of, session.scalers[: self.num_losses]))
         if "assigned" in vars(self):
             return LossScalers(self.assigned)
-        if not session.disabled:
+        if not session.lookup.disabled:
             raise AttributeError("loss_scalers")
         scaler = LossScaler(1.0)
         # Scripts step their schedulers where this is not 0, and without amp no step is skipped.

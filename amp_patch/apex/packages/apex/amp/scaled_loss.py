@@ -47,7 +47,7 @@ def scale_loss(
     if not isinstance(block, ScaledLoss) or delay_unscale:
         return block
     tell_of_own_methods(optimizers)
-    steps = session.steps_of(optimizers, "with amp.scale_loss(loss, optimizer)") or []
+    steps = session.lookup.steps_of(optimizers, "with amp.scale_loss(loss, optimizer)") or []
     scaler = session.scalers[session.optimizers.scalers.index_of(steps[0], loss_id)]
     return _FollowedLoss(block, view_of(scaler), delay_overflow_check)
 
