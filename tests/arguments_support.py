@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import torch
@@ -10,10 +9,6 @@ from torch import nn
 from torch.optim import SGD
 
 MEND = "call model, optimizer = amp.initialize(model, optimizer, opt_level=...)."
-
-
-def exactly(message: str) -> str:
-    return f"^{re.escape(message)}$"
 
 
 def optimizer(kind: type = SGD) -> Any:

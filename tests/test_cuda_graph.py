@@ -17,7 +17,7 @@ import torch
 from cuda_on_cpu.fake_graphs import FakeCuda, Recorded
 from hypothesis import given
 from hypothesis import strategies as st
-from support import trains
+from support import exactly, trains
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import SGD, Adam, AdamW, Optimizer
@@ -383,7 +383,7 @@ def test_a_loss_that_is_still_held_is_refused_before_anything_is_done(
         "parameters, '0.weight' among them. Call loss = loss.detach(), or del loss, before "
         "amp_patch.cuda_graph.capture()."
     )
-    with pytest.raises(RuntimeError, match=f"^{re.escape(message)}$"):
+    with pytest.raises(RuntimeError, match=exactly(message)):
         cuda_graph.capture(training.step)
     assert training.calls == calls
     loss = loss.detach()
@@ -528,7 +528,7 @@ def test_wrong_arguments_are_refused(
 ) -> None:
     step = arguments.pop("step", lambda: None)
     mend = "; call amp_patch.cuda_graph.capture(step_function, warm_up=3)."
-    with pytest.raises(error, match=f"^{re.escape(message + mend)}$"):
+    with pytest.raises(error, match=exactly(message + mend)):
         cuda_graph.capture(step, **arguments)
 
 

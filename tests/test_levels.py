@@ -2,13 +2,12 @@
 
 import argparse
 import dataclasses
-import re
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support import examples
+from support import exactly, examples
 
 from amp_patch.levels import OPT_LEVELS, OptLevel, describe, print_level
 from amp_patch.requested_level import resolve
@@ -81,10 +80,6 @@ BRIEFS = {
     "O4": "O4:  Insert automatic casts around Pytorch functions and Tensor methods.",
     "O5": "O5:  BFLOAT16 training with FP32 batchnorm and FP32 master weights.",
 }
-
-
-def exactly(message: str) -> str:
-    return f"^{re.escape(message)}$"
 
 
 @pytest.mark.parametrize("name", TABLE)

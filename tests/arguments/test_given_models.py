@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from arguments_support import MEND, exactly, frozen, optimizer
+from arguments_support import MEND, frozen, optimizer
+from support import exactly
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD

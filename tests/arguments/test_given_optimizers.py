@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from arguments_support import MEND, exactly, frozen, optimizer
+from arguments_support import MEND, frozen, optimizer
+from support import exactly
 from torch import nn
 from torch.optim import LBFGS, SGD, Adam
 from torch.optim.lr_scheduler import StepLR

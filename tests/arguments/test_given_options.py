@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from arguments_support import exactly
+from support import exactly
 from torch import nn
 
 from amp_patch import arguments

@@ -3,12 +3,12 @@
 import contextlib
 import copy
 import functools
-import re
 import threading
 
 import numpy as np
 import pytest
 import torch
+from support import exactly
 from torch import nn
 from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function
@@ -440,7 +440,7 @@ def test_a_block_without_its_parentheses_is_refused(amp, name, given):
         f"amp.{name}() takes no argument; got {given!r}; call it with empty parentheses: "
         f"@amp.{name}() to decorate a function."
     )
-    with pytest.raises(TypeError, match=f"^{re.escape(words)}$"):
+    with pytest.raises(TypeError, match=exactly(words)):
         getattr(amp, name)(given)
 
 
@@ -468,7 +468,7 @@ def test_a_block_decorates_only_what_computes_before_it_returns(amp, name, late)
         f"or class; got {late!r}; write 'with amp.half_region():' (or the like) inside of it, "
         "around what computes there."
     )
-    with pytest.raises(TypeError, match=f"^{re.escape(words)}$"):
+    with pytest.raises(TypeError, match=exactly(words)):
         getattr(amp, name)()(late)
 
 
@@ -503,7 +503,7 @@ def test_an_end_without_a_beginning_is_refused_and_changes_nothing(level, name):
         "a region ends where it began, in the same thread; got an end without a beginning; call "
         "'with amp.half_region():' (or the like), which does both."
     )
-    with pytest.raises(RuntimeError, match=f"^{re.escape(words)}$"):
+    with pytest.raises(RuntimeError, match=exactly(words)):
         getattr(amp, name)().__exit__(None, None, None)
     assert product() is outside
 

@@ -15,7 +15,7 @@ import torch
 from drawn_trainings import ACTIONS, EPS, INF, Make, Run, assert_same, gradients_of
 from hypothesis import given
 from hypothesis import strategies as st
-from support import drawn_for, profiled, trains
+from support import drawn_for, exactly, profiled, trains
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer
 from torch.optim.lr_scheduler import ExponentialLR
@@ -416,7 +416,7 @@ def test_a_replaced_step_is_refused(
         "fused_step=True takes the place of the optimizer's own step(); got one that was replaced "
         f"on this AdamW, and would not be called; {NEITHER}"
     )
-    with pytest.raises(RuntimeError, match=f"^{re.escape(message)}$"):
+    with pytest.raises(RuntimeError, match=exactly(message)):
         initialize(amp, optimizer)
 
 
@@ -435,14 +435,14 @@ def test_options_that_are_lacking_are_refused(amp: ModuleType, option: str, valu
     optimizer = AdamW(some())
     optimizer.param_groups[0][option] = value
     message = f"{LACKING}{option}={value!r}; leave that out, or {NEITHER}"
-    with pytest.raises(RuntimeError, match=f"^{re.escape(message)}$"):
+    with pytest.raises(RuntimeError, match=exactly(message)):
         initialize(amp, optimizer)
 
 
 def test_a_group_with_options_that_are_lacking_is_refused_later_too(amp: ModuleType) -> None:
     run = run_of(amp)
     message = f"{LACKING}differentiable=True; leave that out, or {NEITHER}"
-    with pytest.raises(RuntimeError, match=f"^{re.escape(message)}$"):
+    with pytest.raises(RuntimeError, match=exactly(message)):
         run.optimizer.add_param_group({"params": [run.spare], "differentiable": True})
     assert len(run.optimizer.param_groups) == 2
     with pytest.raises(TypeError, match="param_group must be a dict"):
@@ -457,11 +457,11 @@ def test_levels_without_masters_are_refused(amp: ModuleType, level: str) -> None
         f"'{level}', which has none; call amp.initialize(..., opt_level='O2', fused_step=True) or "
         "'O5'."
     )
-    with pytest.raises(RuntimeError, match=f"^{re.escape(message)}$"):
+    with pytest.raises(RuntimeError, match=exactly(message)):
         initialize(amp, AdamW(some()), level)
 
 
 def test_fused_step_is_a_bool(amp: ModuleType) -> None:
     message = "fused_step must be a bool; got 1; call amp.initialize(..., fused_step=True)."
-    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+    with pytest.raises(TypeError, match=exactly(message)):
         initialize(amp, AdamW(some()), fused=1)

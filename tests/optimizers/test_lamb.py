@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import re
 from types import ModuleType
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from float64_lamb import Lamb
 from hypothesis import given
 from hypothesis import strategies as st
+from support import exactly
 from torch import Tensor, nn
 
 from amp_patch.optimizers import FusedLAMB
@@ -219,7 +219,7 @@ def test_amsgrad_is_refused() -> None:
         "LAMB has no AMSGrad variant; got amsgrad=True. Leave it out, or use "
         "torch.optim.AdamW(..., amsgrad=True)."
     )
-    with pytest.raises(RuntimeError, match=f"^{re.escape(message)}$"):
+    with pytest.raises(RuntimeError, match=exactly(message)):
         FusedLAMB([torch.ones(2)], amsgrad=True)
 
 
@@ -230,7 +230,7 @@ def test_amsgrad_is_refused() -> None:
 @pytest.mark.parametrize("value", [-1.0, float("nan")])
 def test_a_negative_number_is_refused(name: str, default: str, value: float) -> None:
     message = f"{name} must be at least 0; got {value!r}; call FusedLAMB(..., {name}={default})."
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+    with pytest.raises(ValueError, match=exactly(message)):
         FusedLAMB([torch.ones(2)], **{name: value})
 
 
@@ -240,7 +240,7 @@ def test_a_beta_out_of_range_is_refused(betas: tuple[float, float]) -> None:
         f"betas must be at least 0 and below 1; got {betas!r}; call "
         "FusedLAMB(..., betas=(0.9, 0.999))."
     )
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+    with pytest.raises(ValueError, match=exactly(message)):
         FusedLAMB([torch.ones(2)], betas=betas)
 
 
@@ -251,5 +251,5 @@ def test_a_sparse_gradient_is_refused() -> None:
         "LAMB needs dense gradients; got a sparse one. Build the embedding with sparse=False, or "
         "give its weight to torch.optim.SparseAdam."
     )
-    with pytest.raises(RuntimeError, match=f"^{re.escape(message)}$"):
+    with pytest.raises(RuntimeError, match=exactly(message)):
         FusedLAMB([param]).step()

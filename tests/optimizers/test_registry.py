@@ -1,6 +1,5 @@
 """A row in the table of optimizers and a file of its own are all that a new optimizer takes."""
 
-import re
 from types import ModuleType
 from typing import Any
 
@@ -10,6 +9,7 @@ from cuda_on_cpu.fake_gpu import Gpu
 from hypothesis import given
 from hypothesis import strategies as st
 from sign_sgd import SignSGD, SignSgdUpdate
+from support import exactly
 from torch import Tensor, nn
 
 from amp_patch.optimizers import registry
@@ -124,7 +124,7 @@ def test_a_new_optimizers_options_are_looked_at(
         "fused_step=True knows no differentiable=True and no tensors as options but for lr; got "
         "beta=tensor(0.5000); leave that out, or call amp.initialize(..., fused_step=False)."
     )
-    with pytest.raises(RuntimeError, match=f"^{re.escape(message)}$"):
+    with pytest.raises(RuntimeError, match=exactly(message)):
         amp.initialize(model, optimizer, opt_level="O2", verbosity=0, fused_step=True)
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support import examples
+from support import exactly, examples
 
 from amp_patch.scaling.loss_scaler import LossScaler, load_state_dict, state_dict
 from amp_patch.scaling.scale_rule import ScaleRule
@@ -22,10 +21,6 @@ SCALE = "a number from 2**-126 to 2**126"
 COUNT = "a whole number of at least 1"
 NAN, INF = float("nan"), float("inf")
 EVENTS = st.lists(st.booleans(), max_size=60)
-
-
-def exactly(message: str) -> str:
-    return f"^{re.escape(message)}$"
 
 
 def scaler_after(rule: ScaleRule, events: Sequence[bool]) -> LossScaler:

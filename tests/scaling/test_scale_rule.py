@@ -1,19 +1,15 @@
 """What `amp.initialize` may ask of a loss scale, and the words in which the rest is refused."""
 
 import dataclasses
-import re
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from support import exactly
 
 from amp_patch.scaling.loss_scaler import LossScaler
 from amp_patch.scaling.scale_rule import ScaleRule
-
-
-def exactly(message: str) -> str:
-    return f"^{re.escape(message)}$"
 
 
 def test_rule_defaults_are_those_of_apex_with_a_floor() -> None:

@@ -4,7 +4,6 @@ import copy
 import gc
 import math
 import pickle
-import re
 import weakref
 from collections.abc import Callable
 from types import ModuleType
@@ -24,7 +23,7 @@ from linear_training import (
     prepared,
     train_step,
 )
-from support import scaled_backward
+from support import exactly, scaled_backward
 from torch import nn
 from torch.optim import LBFGS, SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, StepLR
@@ -242,7 +241,7 @@ def test_scaled_gradients_are_refused(amp: ModuleType, call: str) -> None:
         "scale_loss() before it, or call scaler.unscale_(optimizer), or clear them with "
         "optimizer.zero_grad()."
     )
-    with pytest.raises(RuntimeError, match=f"^{re.escape(message)}$"):
+    with pytest.raises(RuntimeError, match=exactly(message)):
         optimizer.step() if call == "step" else amp.clip_grad_norm_(optimizer, 1.0)
     optimizer.zero_grad()
     train_step(amp, model, optimizer)
@@ -256,7 +255,7 @@ def test_lbfgs_is_refused(amp: ModuleType, level: str) -> None:
         "search evaluates it between changes, where a step that is not finite cannot be skipped. "
         "Train with LBFGS in float32, without amp.initialize()."
     )
-    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+    with pytest.raises(TypeError, match=exactly(message)):
         amp.initialize(model, LBFGS(model.parameters()), opt_level=level, verbosity=0)
     assert model.weight.dtype is F32
 

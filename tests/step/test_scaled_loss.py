@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support import scaled_backward, trains
+from support import exactly, scaled_backward, trains
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -217,7 +217,7 @@ def test_blocks_of_one_optimizer_inside_each_other_are_refused(amp: ModuleType, 
         "same gradients; got one inside another. Add the losses and scale the sum, or leave the "
         "first block before the second (delay_unscale=True keeps its gradients)."
     )
-    with pytest.raises(RuntimeError, match=f"^{re.escape(message)}$"):  # noqa: SIM117
+    with pytest.raises(RuntimeError, match=exactly(message)):  # noqa: SIM117
         with amp.scale_loss(model.loss(1.0), optimizer):
             backward(amp, model, optimizer)
     train_step(amp, model, optimizer)
@@ -363,7 +363,7 @@ def test_the_second_overflow_in_a_row_at_the_floor_names_the_parameters(
         "opt_level='O0') to train in fp32."
     )
     optimizer.zero_grad()
-    with pytest.raises(FloatingPointError, match=f"^{re.escape(message)}$"):  # noqa: SIM117
+    with pytest.raises(FloatingPointError, match=exactly(message)):  # noqa: SIM117
         with amp.scale_loss(model.loss(NAN, INF), optimizer) as scaled_loss:
             scaled_loss.backward()
     optimizer.step()
