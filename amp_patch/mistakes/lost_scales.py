@@ -42,7 +42,7 @@ def _beginning_anew(optimizers: PreparedOptimizers, original: Callable[..., Any]
         lost = [
             (step, scaler)
             for step in optimizers.steps.values()
-            for scaler in optimizers.scalers.of(step)
+            for scaler in optimizers.scalers.of(step.scalers)
             if _diverges(scaler) and has_trained(step)
         ]
         loaded = set(map(id, self.parameters())) if lost else set()

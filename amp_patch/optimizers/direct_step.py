@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 from amp_patch.kernels.graph_capture import captures
+from amp_patch.weights.lazy_gradients import LazyGradients
 
 from .fused_step import FusedStep
 
@@ -29,7 +30,7 @@ class DirectStep:
     def __init__(self, optimizer: Optimizer) -> None:
         self._type_step = type(optimizer).step
         self._names, self._name, self._function = _called_by(self._type_step)
-        self._fused = FusedStep(optimizer, by_kernels=False)
+        self._fused = FusedStep(optimizer, LazyGradients(), None, by_kernels=False)
 
     @staticmethod
     def suits(optimizer: Optimizer) -> bool:

@@ -26,31 +26,32 @@ from amp_patch.weights.parameter_lists import as_plain_tensors
 from .cuda_step import CudaStep
 from .device_flag import step_by_flag
 from .reference_step import ReferenceStep
-from .registry import refuse_unknown, update_of
+from .registry import update_of
 
 
 class FusedStep:
     """The step of one optimizer, with all that torch runs around it: hooks, profiler marks.
 
     Args:
-        optimizer: of a type that `registry` knows.
+        optimizer: such as `registry.refuse_unknown` lets pass.
+        lazy: the gradients that its masters have unless somebody reads or sets them.
+        masters: of half parameters; None where there are none.
         by_kernels: whether kernels of csrc/ may step it, and gradients may wait for them. Where
             they may not, its own step makes what torch's fused kernels cannot.
 
     Attributes:
-        lazy: the gradients that its masters have unless somebody reads or sets them.
-        masters: of half parameters; None where there are none.
+        lazy: as given.
         has_published: True where the last step wrote the half weights, too.
-
-    Raises:
-        TypeError, RuntimeError: see `registry.refuse_unknown`; by kernels only.
     """
 
-    def __init__(self, optimizer: Optimizer, by_kernels: bool = True) -> None:
-        if by_kernels:
-            refuse_unknown(optimizer)
-        self.lazy = LazyGradients()
-        self.masters: MasterWeights | None = None
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        lazy: LazyGradients,
+        masters: MasterWeights | None,
+        by_kernels: bool = True,
+    ) -> None:
+        self.lazy, self._masters = lazy, masters
         self._found_inf: Tensor | None = None
         self._own_hooks: list[Any] = []  # that came before the last step, and are amp_patch's
         self.has_published = False
@@ -135,7 +136,7 @@ class FusedStep:
 
     @without_grad
     def _step_now(self, optimizer: Optimizer) -> None:
-        if self.masters is None:
+        if self._masters is None:
             is_over = self._step_or_skip(optimizer, self._found_inf)
         else:
             every = chain.from_iterable([group["params"] for group in optimizer.param_groups])
@@ -151,9 +152,9 @@ class FusedStep:
     def _step_or_skip(self, optimizer: Optimizer, found_inf: Tensor | None) -> bool:
         """Step by kernels or the reference, or not where ``found_inf`` says so; False: neither."""
         if self._cuda_step is not None:
-            self.has_published = self._cuda_step.step(optimizer, self.masters, found_inf)
-        if self.masters is not None:
-            self.masters.catch_up()  # where kernels have stepped nothing
+            self.has_published = self._cuda_step.step(optimizer, self._masters, found_inf)
+        if self._masters is not None:
+            self._masters.catch_up()  # where kernels have stepped nothing
         if self.has_published:
             return True
         if found_inf is not None and not self._reference.takes_flag(optimizer):

@@ -25,13 +25,14 @@ from amp_patch.optimizers.direct_step import DirectStep
 from amp_patch.optimizers.fused_by_default import FusedByDefault
 from amp_patch.optimizers.fused_step import FusedStep
 from amp_patch.patching import Patches
-from amp_patch.warn_once import warn
 from amp_patch.weights.fp32_values import FP32Values
+from amp_patch.weights.lazy_gradients import LazyGradients
 from amp_patch.weights.master_weights import MasterWeights
-from amp_patch.weights.parameter_lists import clear_grads, store_grads, stored_grad, stored_grads
+from amp_patch.weights.parameter_lists import clear_grads, store_grads, stored_grads
 
 from .added_groups import AddedGroups
 from .closure import CheckedClosure, SkippedInClosure, StateBeforeStep, evaluates_first
+from .first_scale import FirstScale
 from .held_params import HeldParams
 from .observers import Observers
 from .optimizer_backward import OptimizerBackward
@@ -71,10 +72,12 @@ class OptimizerStep:
         announce: gets the message of each skipped step.
         observers: told of each step.
         running: gets the steps that run without a closure, for as long as they do.
-        fused: step by `FusedStep`; with a store only.
+        fused: step by `FusedStep`, which knows its type; with a store only.
         ranks: that step together; None: they follow from the parameters.
         steps_halves: step half parameters that have no masters; else these are refused when they
             are to be trained.
+        was_scaled: returns whether a scaled loss has reached its parameters; asked until one has.
+            None where there is no loss scale.
 
     Attributes:
         scalers: as given.
@@ -84,8 +87,6 @@ class OptimizerStep:
         state: its ``state``, through loads and casts.
         groups: that it is given later.
         ended: how many steps there were, those skipped included.
-        was_scaled: returns whether a scaled loss has reached its parameters; asked until one has.
-            None from then on, and where there is no loss scale.
         methods: that stand in the place of the optimizer's own.
     """
 
@@ -101,6 +102,7 @@ class OptimizerStep:
         fused: bool,
         ranks: StepRanks | None,
         steps_halves: bool,
+        was_scaled: Callable[[OptimizerBackward], bool] | None,
     ) -> None:
         self._observers, self._running = observers, running
         self._optimizer = weakref.ref(optimizer)
@@ -108,23 +110,23 @@ class OptimizerStep:
         self._undo: list[Callable[[], object]] = []
         self._shares: ZeroShares | None = None
         self.scalers = scalers
-        self._fused = FusedStep(optimizer) if fused else None
         self._direct = DirectStep(optimizer) if not fused and DirectStep.suits(optimizer) else None
-        lazy = None if self._fused is None else self._fused.lazy
+        # the steps are made by code that is neither torch's nor ours
+        self._is_foreign = not fused and self._direct is None
+        lazy = LazyGradients() if fused else None
         wrapped = wrapped_by(optimizer)
         self.masters = (
             None
             if store is None
             else MasterWeights(optimizer, store, lazy, self._is_foreign, wrapped)
         )
-        if self._fused is not None and self.masters is not None:
-            self._fused.masters = self.masters
+        self._fused = None if lazy is None else FusedStep(optimizer, lazy, self.masters)
         self._lock = threading.RLock() if self.masters is None else self.masters.lock
         self.skip = Skip(announce)
         held = HeldParams(optimizer, self.masters, ranks, steps_halves)
         self._held = held
         self.backward = OptimizerBackward(optimizer, held, self._fused, self.skip)
-        self.was_scaled: Callable[[OptimizerStep], bool] | None = None
+        self._first_scale = None if was_scaled is None else FirstScale(self.backward, was_scaled)
         self.ended, self._phase = 0, Phase.REST
         self._halves_of: str | None = None  # the level of a model that was stored later
         self._thread: int | None = None
@@ -168,11 +170,6 @@ class OptimizerStep:
     @property
     def _is_stepping(self) -> bool:
         return self._phase in _IN_STEP
-
-    @property
-    def _is_foreign(self) -> bool:
-        """Whether the steps are made by code that is neither torch's nor ours."""
-        return self._fused is None and self._direct is None
 
     def release(self) -> None:
         """Undo all of it: the optimizer steps its own parameters again, state kept."""
@@ -262,8 +259,8 @@ class OptimizerStep:
         self._halves_of = None
 
     def _look_at_gradients(self) -> None:
-        if self.was_scaled is not None:
-            self._look_for_scale(self.was_scaled)
+        if self._first_scale is not None and self._first_scale.look():
+            self._first_scale = None
         self.backward.zeroing.tell_of_no_gradients(self.backward.pairs)
         self.backward.look_at_given()
 
@@ -353,33 +350,6 @@ class OptimizerStep:
         else:
             masters.reconcile()
 
-    def _look_for_scale(self, was_scaled: Callable[[OptimizerStep], bool]) -> None:
-        """Warn where the first gradients come from a backward that was not of a scaled loss."""
-        if was_scaled(self):
-            self.was_scaled = None
-        elif any(stored_grad(param) is not None for param in self.backward.pairs().model):
-            self.was_scaled = None
-            warn(
-                "at a level with a loss scale every loss is to be multiplied by it, or small "
-                "gradients become 0 in float16; got an optimizer.step() with gradients of a "
-                "loss that was not. Write `with amp.scale_loss(loss, optimizer) as scaled_loss: "
-                "scaled_loss.backward()` in the place of loss.backward(), or call "
-                "amp.initialize(..., loss_scale=1.0) to train without."
-            )
-
-    def _looking_for_scale(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return a closure that looks at the first gradients which it brings."""
-        if self.was_scaled is None:
-            return closure
-
-        def look() -> Any:
-            loss = closure()
-            if self.was_scaled is not None:  # an optimizer may call it several times
-                self._look_for_scale(self.was_scaled)
-            return loss
-
-        return look
-
     def _has_to_know(self) -> bool:
         """Return whether the host skips the next step; else the device does."""
         if self.skip.is_certain:
@@ -397,7 +367,9 @@ class OptimizerStep:
         if optimizer is not None and not evaluates_first(optimizer):
             before = StateBeforeStep(optimizer, self.backward.pairs().master)
         try:
-            checked = CheckedClosure(self._looking_for_scale(closure), self.backward)
+            first = self._first_scale
+            looking = closure if first is None else first.looking(closure)
+            checked = CheckedClosure(looking, self.backward)
             return self._run(None, original, checked, *args, **kwargs)
         except BaseException as error:
             if before is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -18,6 +18,7 @@ from amp_patch.distributed.process_groups import StepRanks
 from amp_patch.distributed.shards import any_spread
 from amp_patch.levels import OptLevel
 from amp_patch.optimizers.groups import params_of
+from amp_patch.optimizers.registry import refuse_unknown
 from amp_patch.patching import Patches
 from amp_patch.scaling.loss_scaler import LossScaler
 from amp_patch.scaling.scale_rule import ScaleRule
@@ -106,14 +107,13 @@ class PreparedOptimizers:
                 self._announce,
                 self._observers,
                 self.running,
-                fused=fused_step and _has_dense_parts(optimizer),
+                fused=fused_step and _may_be_fused(optimizer),
                 ranks=together,
                 steps_halves=not level.casts_functions or _trains_halves(optimizer),
+                was_scaled=functools.partial(self._was_scaled, scaler_ids) if is_scaled else None,
             )
             on_error.callback(step.release)
             self._enter(optimizer, step, on_error)
-            if is_scaled:
-                step.was_scaled = self._was_scaled
             if is_zero(given) and (is_scaled or level.master_weights):
                 step.refuse_join(given)
             if optimizer is not given:
@@ -256,14 +256,18 @@ class PreparedOptimizers:
         steps = list(self.steps.values())
         return list(chain.from_iterable(step.backward.params() for step in steps))
 
-    def _was_scaled(self, step: OptimizerStep) -> bool:
+    def _was_scaled(self, scaler_ids: Mapping[int, int], backward: OptimizerBackward) -> bool:
         """Return whether a loss was scaled for an optimizer, or one that shares its parameters.
 
         A script that scales it by hand is believed.
+
+        Args:
+            scaler_ids: the index of the loss scaler of each of its losses.
+            backward: of the optimizer.
         """
-        if any(scaler.is_by_hand for scaler in self.scalers.of(step)):
+        if any(scaler.is_by_hand for scaler in self.scalers.of(scaler_ids)):
             return True
-        own = set(map(id, step.backward.pairs().model))
+        own = set(map(id, backward.pairs().model))
         return any(
             other.backward.zeroing.has_written
             and not own.isdisjoint(map(id, other.backward.pairs().model))
@@ -366,9 +370,14 @@ def _trains_halves(optimizer: Optimizer) -> bool:
     return any(one.requires_grad and one.dtype in HALVES for one in params_of(optimizer))
 
 
-def _has_dense_parts(optimizer: Optimizer) -> bool:
-    """Return whether a fused step can step it; of spread parameters (DTensor) torch's own does."""
+def _may_be_fused(optimizer: Optimizer) -> bool:
+    """Return whether a fused step can step it; of spread parameters (DTensor) torch's own does.
+
+    Raises:
+        TypeError, RuntimeError: see `refuse_unknown`.
+    """
     if not any_spread(params_of(optimizer)):
+        refuse_unknown(optimizer)
         return True
     warn_once(
         "fused_step=True steps plain tensors; got a "

@@ -97,9 +97,9 @@ class SharedScalers:
             )
         return number
 
-    def of(self, step: OptimizerStep) -> list[LossScaler]:
-        """Return the scalers of an optimizer's losses."""
-        return [self._every[index] for index in step.scalers.values()]
+    def of(self, indices: Mapping[int, int]) -> list[LossScaler]:
+        """Return the scalers of an optimizer's losses, by loss_id -> index as `assign` returns."""
+        return [self._every[index] for index in indices.values()]
 
     @property
     def scale_losses(self) -> bool:

@@ -38,6 +38,7 @@ from amp_patch.optimizers import FusedLAMB
 from amp_patch.optimizers.cached_groups import CachedGroups
 from amp_patch.optimizers.fused_step import FusedStep
 from amp_patch.optimizers.registry import update_of
+from amp_patch.weights.lazy_gradients import LazyGradients
 
 RESULTS = Path(__file__).with_name("results")
 LARGE = "one tensor of 2**28 elements"
@@ -204,7 +205,7 @@ def one_pass(
     optimizer = make(params)
     update_type = update_of(optimizer)
     if not kernels.are_used((update_type.kernels.source,), params):
-        return functools.partial(FusedStep(optimizer).run, optimizer, None)
+        return functools.partial(FusedStep(optimizer, LazyGradients(), None).run, optimizer, None)
     cached = CachedGroups(update_type)
     cached.look_up(optimizer)
     weights = [param.detach().half() for param in params]

@@ -21,6 +21,7 @@ import amp_patch.apex
 from amp_patch import amp
 from amp_patch.optimizers import registry
 from amp_patch.optimizers.fused_step import FusedStep
+from amp_patch.weights.lazy_gradients import LazyGradients
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 SHARES_APEX = True
@@ -228,7 +229,7 @@ def test_a_flag_on_the_device_skips_the_step_and_its_count(
 ) -> None:
     params = parameters(dtype=F32)
     optimizer = make(optimizers, name, params)
-    step, counts = FusedStep(optimizer), []
+    step, counts = FusedStep(optimizer, LazyGradients(), None), []
     assert step.skips_by_flag(optimizer)
     for seed, flag in enumerate([1.0, 0.0, 2.0, 0.0]):
         give_gradients(params, seed)

@@ -58,19 +58,6 @@ def test_they_are_where_some_parameters_are_float32(amp: ModuleType, level: str)
             optimizer.step()
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_a_block_that_no_backward_runs_in_scales_nothing(amp: ModuleType, level: str) -> None:
-    model, optimizer = prepared(amp, level, loss_scale="dynamic")
-    with telling("every loss is to be multiplied by it", 1):
-        for inputs in batches():
-            optimizer.zero_grad()
-            loss = loss_of(model, inputs)
-            with amp.scale_loss(loss, optimizer):
-                pass
-            loss.backward()
-            optimizer.step()
-
-
 CLEARS = {
     "optimizer.zero_grad()": lambda model, optimizer: optimizer.zero_grad(),
     "set_to_none=False": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
