@@ -29,9 +29,9 @@ def _noting(optimizers: PreparedOptimizers, original: Callable[..., None]) -> Ca
         cleared = set(map(id, self.parameters()))
         steps = list(optimizers.steps.values())
         for step in steps:
-            step.backward.note_cleared_by_model(cleared)
+            step.backward.cleared.note_by_model(cleared)
         original(self, *args, **kwargs)
         for step in steps:
-            step.backward.follow_cleared(cleared)
+            step.backward.cleared.follow(cleared)
 
     return zero_grad

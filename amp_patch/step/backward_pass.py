@@ -160,7 +160,7 @@ class BackwardPass:
             return
         for one in self._optimizers:
             if one.gradients.may_be_cleared or one.skip.is_certain:
-                one.drop_cleared()
+                one.cleared.drop()
         is_alone = len(self._optimizers) == 1
         for one, pairs in self._share("model"):
             self._open.append((one, pairs))

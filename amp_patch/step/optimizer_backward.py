@@ -27,6 +27,7 @@ from amp_patch.optimizers.fused_step import FusedStep
 from amp_patch.warn_once import warn
 from amp_patch.weights.parameter_lists import Tensors, have_none, stored_grad
 
+from .cleared_gradients import ClearedGradients
 from .clipped_gradients import ClippedGradients
 from .current_pass import CurrentPass, OpenPass
 from .given_gradients import skip_nonfinite
@@ -54,6 +55,7 @@ class OptimizerBackward:
         masters, pairs: see `HeldParams`.
         gradients: of its parameters.
         clipped: the same, as they are clipped.
+        cleared: the same, as a script clears them.
         current: the pass that it is in.
         joined: those of its parameters that have come late.
         shown: its masters, as a script gets them.
@@ -88,6 +90,9 @@ class OptimizerBackward:
             held, self.gradients, fused, self.current, self._foreign, self.joined
         )
         self.zeroing = Zeroing(self.gradients, skip, drops_used=self.masters is not None)
+        self.cleared = ClearedGradients(
+            held, self.gradients, skip, self.current, self._foreign, self.shown, self.zeroing
+        )
         self.unshared_scale: float | Tensor | None = None
         self.decides_alone = False
         self.apart = Apart()
@@ -125,15 +130,6 @@ class OptimizerBackward:
         if not can_be and (stepped := self.pairs().master):
             captures.refuse_waiting(stepped[0].device)
         return can_be
-
-    def drop_cleared(self) -> None:
-        """Drop masters' gradients whose half gradients the user has cleared.
-
-        Call it where ``gradients.may_be_cleared``, and after an overflow: the skipped step uses no
-        gradient, so one that was left at a master would be added to for good.
-        """
-        self.shown.withdraw()
-        self.gradients.drop_cleared(self.pairs(), by_value=self.skip.is_certain)
 
     def begin(
         self,
@@ -325,7 +321,7 @@ class OptimizerBackward:
             )
         self.joined.take_over()
         if self.gradients.may_be_cleared:
-            self.drop_cleared()
+            self.cleared.drop()
         if self._foreign.found:
             self._foreign.drop_given(self.pairs())
             self._foreign.refuse(caller)
@@ -350,44 +346,6 @@ class OptimizerBackward:
         pairs = self.pairs()
         return pairs.model if self.gradients.are_delayed(pairs) else ()
 
-    def note_cleared(self) -> None:
-        """The user is about to clear the gradients."""
-        if not self.current.is_open:
-            self.current.note_thread()
-        self.shown.end()
-        self.zeroing.note_cleared(not self.current.is_open or self.gradients.wrote(self.pairs()))
-
-    def note_cleared_by_model(self, cleared: set[int]) -> None:
-        """The user is about to clear the gradients of these parameters, by their ids."""
-        if cleared.isdisjoint(map(id, self.pairs().model)):
-            return
-        self.note_cleared()
-        self._foreign.drop(cleared)
-        # what waits for a further block is at no master yet; else `follow_cleared` comes after it
-        if self.current.is_open or self.gradients.scaled.scale is not None:
-            self.gradients.clear(self.pairs(), cleared)
-
-    def follow_cleared(self, cleared: set[int]) -> None:
-        """A model has cleared gradients: masters are rid of theirs before others are given.
-
-        What was written to gradients that are left is told of where they are used.
-
-        Args:
-            cleared: ids of the model's parameters.
-        """
-        self.shown.withdraw()
-        if self.current.is_open:
-            return
-        if not self.gradients.are_pending:
-            self.shown.offer_stepped()  # of other parameters
-        if not self.gradients.may_be_cleared:
-            return
-        pairs = self.pairs()
-        if not cleared.isdisjoint(map(id, pairs.model)):
-            self.gradients.drop_cleared(pairs, self.skip.is_certain, cleared)
-            if self.gradients.are_cleared(pairs):
-                self.forget_gradients()
-
     def follow_foreign_step(self) -> None:
         """A step that is not torch's ends, which may have cleared gradients.
 
@@ -400,15 +358,10 @@ class OptimizerBackward:
         """The gradients were used up, by a step that was made or skipped."""
         self.current.note_thread()
         self.zeroing.end_step()
-        self.forget_gradients()
+        self.cleared.forget()
         # a fused step reads half gradients as the backward left them, scaled
         self.gradients.stepped.note_step(is_made and self._fused is None)
         self.shown.offer_stepped()
-
-    def forget_gradients(self) -> None:
-        """The gradients were stepped or cleared; nothing is known of the next ones."""
-        self._foreign.found.clear()
-        self.gradients.forget()
 
     def release(self) -> None:
         """Nobody skips the next step: unscale scaled gradients, drop those that overflowed."""
@@ -421,7 +374,7 @@ class OptimizerBackward:
             self.skip.settle()
         if self.gradients.may_be_cleared:
             with contextlib.suppress(RuntimeError):  # of a write, of which `_store_waiting` tells
-                self.drop_cleared()
+                self.cleared.drop()
         overflow = self.skip.found()
         scale = self.gradients.scaled.scale
         if scale is not None and self.gradients.are_delayed(self.pairs()):

@@ -55,7 +55,7 @@ class ZeroGrad:
             original: its ``zero_grad``, with its arguments.
         """
         backward = self._backward
-        backward.note_cleared()
+        backward.cleared.note()
         if self._is_torchs and not args and not kwargs:
             if self._fused is not None:
                 self._fused.lazy.drop()
@@ -69,7 +69,7 @@ class ZeroGrad:
             if not self._clear_otherwise(optimizer, original, *args, **kwargs):
                 return
         backward.gradients.clear_elsewhere()
-        backward.forget_gradients()
+        backward.cleared.forget()
         backward.skip.forget_cleared()  # what overflowed is gone
         if backward.current.is_open and backward.zeroing.is_watched:
             backward.shown.watch_block()
@@ -103,6 +103,6 @@ class ZeroGrad:
             return True
         cleared = own.follow()
         if cleared is not None:
-            self._backward.note_cleared_by_model(cleared)
-            self._backward.follow_cleared(cleared)
+            self._backward.cleared.note_by_model(cleared)
+            self._backward.cleared.follow(cleared)
         return cleared is None
