@@ -11,7 +11,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,19 +19,18 @@ from torch.autograd import Variable
 from torch.optim import Optimizer
 
 from amp_patch import kernels
-from amp_patch.gradients.foreign_gradients import Watch
-from amp_patch.kernels import GradCheck
 from amp_patch.optimizers.groups import params_of
 from amp_patch.running_backward import is_in_backward
 from amp_patch.scaling.loss_scaler import LossScaler
 from amp_patch.scaling.scale_rule import ScaleRule
 from amp_patch.step.autograd_graph import OF_GRAD_SCALER
 from amp_patch.step.backward_pass import BackwardPass
-from amp_patch.step.loss_scaling import Found, LossScaling
+from amp_patch.step.loss_scaling import LossScaling
 from amp_patch.step.optimizer_step import OptimizerStep
 from amp_patch.step.prepared_optimizers import PreparedOptimizers
-from amp_patch.step.skip import Skip
 from amp_patch.warn_once import warn_once
+
+from .scaler_cycle import ScalerCycle
 
 #: Options of `GradScaler`, which are `ScaleRule`'s, too.
 _DEFAULTS = {
@@ -56,94 +55,6 @@ class Passes(Protocol):
         self, steps: Sequence[OptimizerStep], scaler_id: int, scaling: LossScaling
     ) -> BackwardPass:
         """Return the hooks of a backward pass whose loss is scaled so."""
-
-
-class _OneMove:
-    """A scale that moves once between two calls of ``GradScaler.update``, as there.
-
-    Several optimizers may step in between. See `LossScaling`.
-    """
-
-    def __init__(self, scaling: LossScaling, cycle: _Cycle) -> None:
-        self._scaling, self._cycle = scaling, cycle
-        self.is_on = scaling.is_on
-
-    def scale(self) -> float | Tensor:
-        return self._scaling.scale()
-
-    def update(self, found: Sequence[Found], skips: Sequence[Skip]) -> None:
-        self._cycle.take_in(self._scaling, found, skips)
-
-    def moves(self, scaler: LossScaler) -> bool:
-        return self._scaling.moves(scaler)
-
-
-class _Unreached(NamedTuple):
-    """Of an optimizer whose gradients the backward of a scaled loss did not write.
-
-    Attributes:
-        ended: how many steps there were of it.
-        watch: its gradients as they were.
-        scale: of the loss.
-    """
-
-    ended: int
-    watch: Watch
-    scale: float | Tensor
-
-
-class _Cycle:
-    """What happened since the last ``GradScaler.update``.
-
-    Args:
-        scalers: of which the first moves.
-
-    Attributes:
-        stepped: the optimizers that were stepped.
-        checks: of optimizers that were not given to `amp.initialize`.
-    """
-
-    def __init__(self, scalers: Sequence[LossScaler]) -> None:
-        self._scalers = scalers
-        self.stepped: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.checks: weakref.WeakKeyDictionary[Any, GradCheck] = weakref.WeakKeyDictionary()
-        self._unreached: dict[OptimizerStep, _Unreached] = {}
-        self._waits: LossScaling | None = None
-        self._has_moved = False
-
-    def take_in(self, scaling: LossScaling, found: Sequence[Found], skips: Sequence[Skip]) -> None:
-        """Move the scale at the first overflow; where there is none, `end` does it."""
-        if not any(check.overflow for check, _ in found):
-            self._waits = scaling
-        elif not self._has_moved:
-            self._has_moved = True
-            scaling.update(found, skips)
-        else:
-            scaler = self._scalers[0]
-            for skip in skips:
-                skip.ask(scaler.skip_message(0), scaler)
-
-    def note_unreached(self, steps: Iterable[OptimizerStep], scale: float | Tensor) -> None:
-        """The backward of a loss times ``scale`` is over, which was for these optimizers."""
-        for step in steps:
-            if step.backward.gradients.scaled.scale is None:
-                self._unreached[step] = _Unreached(step.ended, step.backward.watch_own(), scale)
-            else:
-                self._unreached.pop(step, None)
-
-    def take_unreached(self, step: OptimizerStep) -> None:
-        """Take gradients for scaled that a later backward of the cycle wrote, as torch does.
-
-        It may have gone on where that of the scaled loss had ended.
-        """
-        known = self._unreached.pop(step, None)
-        if known is not None and known.ended == step.ended and step.backward.wrote_own(known.watch):
-            step.backward.gradients.scaled.begin(known.scale, is_assumed=True)
-
-    def end(self) -> None:
-        """``update`` was called: the scale grows if nothing overflowed."""
-        if self._waits is not None and not self._has_moved:
-            self._waits.update([], [])
 
 
 class ServedScalers:
@@ -172,7 +83,7 @@ class ServedScalers:
         self._optimizers, self._scalers, self._passes = optimizers, scalers, passes
         self._unscaled = unscaled
         self.used: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._cycle = _Cycle(scalers)
+        self._cycle = ScalerCycle(scalers)
         self._is_off = False
         self._task = -1
         self._open: BackwardPass | None = None
@@ -288,7 +199,7 @@ class ServedScalers:
 
     def update(self, new_scale: Any = None) -> None:
         """Let the scale grow where no step since the last call overflowed, or set it."""
-        cycle, self._cycle = self._cycle, _Cycle(self._scalers)
+        cycle, self._cycle = self._cycle, ScalerCycle(self._scalers)
         self._optimizers.settle()
         if new_scale is None:
             cycle.end()
@@ -356,7 +267,7 @@ class ServedScalers:
 
     def _scaling(self, steps: Sequence[OptimizerStep], device: torch.device) -> LossScaling:
         scaling = self._passes.scaling(steps, 0, device, may_be_delayed=True)
-        return _OneMove(scaling, self._cycle)
+        return self._cycle.once(scaling)
 
     def _step_of(self, optimizer: Any) -> OptimizerStep | None:
         return self._optimizers.steps.get(self._optimizers.originals_of(optimizer))

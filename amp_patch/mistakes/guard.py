@@ -48,7 +48,8 @@ from .lone_scales import ScaleUsers
 from .plain_averages import PlainAverages
 from .rounded_targets import RoundedTargets
 from .split_averages import SplitAverages
-from .unprepared import HalfSteps, UnpreparedParams, refuse_flat, warn_of_strangers
+from .strange_optimizers import refuse_flat, warn_of_strangers
+from .unprepared import HalfSteps, UnpreparedParams
 
 
 class Guard:
