@@ -29,7 +29,7 @@ Dtype = torch.dtype | None
 
 
 class Saved(NamedTuple):
-    """One thread's mode, to be handed back to `CastMode.restore`."""
+    """What a block or a step changes of one thread's mode, for `CastMode.restore`."""
 
     level: torch.dtype | None
     off: bool

@@ -306,16 +306,13 @@ class OptimizerStep:
 
     def note_data_read(self, stepped: Tensor) -> None:
         """A script may be about to write to ``stepped.data``, also in a hook after the step."""
-        if self.masters is not None and not self._is_in_own_step():
+        if self.masters is not None and self._phase is not Phase.STEPS:
             self.masters.note_data_read(stepped)
 
     def note_data_set(self, stepped: Tensor) -> None:
         """A script is about to set ``stepped.data``."""
-        if self.masters is not None and not self._is_in_own_step():
+        if self.masters is not None and self._phase is not Phase.STEPS:
             self.masters.note_data_set(stepped)
-
-    def _is_in_own_step(self) -> bool:
-        return self._phase is Phase.STEPS
 
     def _call_own(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method that torch's optimizers do not have, as ``first_step`` of SAM.
