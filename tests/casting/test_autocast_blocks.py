@@ -10,6 +10,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 import torch._dynamo
+from casting_support import activate
 from hypothesis import given
 from torch import nn
 from torch.nn import functional as F
@@ -32,20 +33,6 @@ pytestmark = [
 
 def off(device="cpu"):
     return torch.autocast(device, enabled=False)
-
-
-def start(amp, opt_level="O1", model=None, **options):
-    model = nn.Linear(4, 4) if model is None else model
-    amp.initialize(model, opt_level=opt_level, verbosity=0, **options)
-    return model
-
-
-@pytest.fixture
-def o1(amp):
-    """Give amp with the casts of O1 on for the CPU."""
-    model = start(amp)
-    yield amp
-    del model
 
 
 @pytest.fixture
@@ -74,7 +61,7 @@ SPELLINGS = {
 @pytest.mark.parametrize("opt_level", HALF)
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_functions_run_in_float32_inside(amp, opt_level, name):
-    model = start(amp, opt_level).eval()  # a training call in such a block warns
+    model = activate(amp, opt_level, nn.Linear(4, 4).eval())  # a training call here would warn
     with SPELLINGS[name]():
         inside = BIG @ BIG, F.linear(BIG, BIG), model(BIG)
         assert BIG.half().exp().dtype is torch.float16
@@ -160,8 +147,8 @@ def run(program, model, make, seen):
 
 @pytest.mark.parametrize("opt_level", LEVELS)
 def test_nested_with_others_it_does_what_disable_casts_does(amp, opt_level):
-    model = start(amp, opt_level, Recursive())
-    other = start(amp, "O4" if opt_level == "O1" else "O1")
+    model = activate(amp, opt_level, Recursive())
+    other = activate(amp, "O4" if opt_level == "O1" else "O1")
     shared = off()
 
     @given(programs, st.booleans())
@@ -225,13 +212,13 @@ def test_a_checkpoint_is_repeated_as_it_ran(where, reentrant):
 def test_initialize_and_deactivate_inside_of_a_block(amp):
     with amp.disable_casts():
         with off():
-            model = start(amp)
+            model = activate(amp)
         assert mode.off
     assert product() is torch.float16
     with off():
         amp.deactivate()
         assert product() is torch.float32
-    again = start(amp)
+    again = activate(amp)
     assert product() is torch.float16
     assert mode.autocasts == []
     del model, again
@@ -239,7 +226,7 @@ def test_initialize_and_deactivate_inside_of_a_block(amp):
 
 def test_deactivate_restores_the_class(amp):
     enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
-    model = start(amp, "O2")
+    model = activate(amp, "O2")
     assert torch.autocast.__enter__ is not enter
     amp.deactivate()
     assert torch.autocast.__enter__ is enter
@@ -299,7 +286,7 @@ def test_torch_enters_a_block_where_it_is_said_to_hand_its_state_on(module, name
 def test_a_checkpoint_that_no_patch_reached_is_repeated_with_the_casts_of_backward(amp, reentrant):
     # bound before initialize where only this function finds it
     kept = [checkpoint]
-    model = start(amp)
+    model = activate(amp)
     seen = []
 
     def body(x):
@@ -391,7 +378,7 @@ def in_a_model(amp):
                 y = x @ x
             return y, x @ x
 
-    model = start(amp, "O4", nn.Sequential(Inner()))
+    model = activate(amp, "O4", nn.Sequential(Inner()))
     return lambda x: model(x)
 
 
@@ -428,7 +415,7 @@ FUNCTIONS = (
 )
 @pytest.mark.parametrize("make", FUNCTIONS)
 def test_compiled_code_computes_what_eager_computes(amp, make, backend, opt_level):
-    model = start(amp, opt_level)
+    model = activate(amp, opt_level)
     function = make(amp)
     full = make is not graph_break
     for _ in range(2):
@@ -453,7 +440,7 @@ def test_one_compiled_function_inside_and_outside_of_a_block():
 @pytest.mark.parametrize("opt_level", ["O1", "O2"])
 @pytest.mark.parametrize("where", ["inside", "around"])
 def test_a_compiled_checkpoint_with_a_block(amp, opt_level, where):
-    model = start(amp, opt_level)
+    model = activate(amp, opt_level)
 
     def body(x):
         with off() if where == "inside" else contextlib.nullcontext():
@@ -480,7 +467,7 @@ def test_a_compiled_checkpoint_with_a_block(amp, opt_level, where):
 
 @pytest.mark.parametrize("opt_level", [level for level in LEVELS if level != "O0"])
 def test_torchs_autocast_around_a_model_is_warned_of_once_a_session(amp, opt_level, recwarn):
-    model = start(amp, opt_level)
+    model = activate(amp, opt_level, nn.Linear(4, 4))
     model(BIG)
     torch.set_autocast_enabled("cuda", True)
     try:
@@ -502,7 +489,7 @@ def test_torchs_autocast_around_a_model_is_warned_of_once_a_session(amp, opt_lev
         model(BIG)
     assert not recwarn
     amp.deactivate()
-    model = start(amp, opt_level)
+    model = activate(amp, opt_level, nn.Linear(4, 4))
     with torch.autocast("cpu", torch.bfloat16), pytest.warns(UserWarning, match="casts by itself"):
         model(BIG)  # in a new session, anew
 

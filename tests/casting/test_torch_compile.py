@@ -11,6 +11,7 @@ from collections import OrderedDict, deque
 import pytest
 import torch
 import torch._dynamo
+from casting_support import activate
 from support import nightly_but
 from torch import nn
 from torch.nn import functional as F
@@ -39,12 +40,6 @@ def fresh():
     torch._dynamo.utils.counters.clear()
     yield
     torch._dynamo.reset()
-
-
-def start(amp, opt_level="O1", model=None, **options):
-    model = nn.Linear(3, 3) if model is None else model
-    amp.initialize(model, opt_level=opt_level, verbosity=0, **options)
-    return model
 
 
 def compiled(function, backend="eager", since=(2, 6)):
@@ -122,7 +117,7 @@ ORDINARY_FUNCTIONS = [
 @pytest.mark.parametrize("case", nightly_but(ORDINARY_FUNCTIONS, EVERY_FUNCTION), ids="-".join)
 def test_a_function_computes_what_eager_computes(amp, case):
     function, backend = FUNCTIONS[case[0]], case[1]
-    model = start(amp)
+    model = activate(amp)
     x = X.clone().requires_grad_()
     expected = function(x)
     got = compiled(function, backend)(x)
@@ -140,7 +135,7 @@ def test_a_function_computes_what_eager_computes(amp, case):
     "name", ["operator", "chained methods", "exp", "loss", "loss made here", "reflected power"]
 )
 def test_functions_follow_the_level(amp, opt_level, name):
-    model = start(amp, opt_level)
+    model = activate(amp, opt_level)
     function = FUNCTIONS[name]
     assert_same(compiled(function)(X), function(X))
     del model
@@ -212,7 +207,7 @@ def test_a_model_compiled_before_initialize_follows_it(amp, opt_level):
     forward = compiled(model)
     in_float = forward(X)
     assert in_float.dtype is torch.float32
-    start(amp, opt_level, model)
+    activate(amp, opt_level, model)
     for _ in range(2):
         assert_same(forward(X), model(X))
     amp.deactivate()
@@ -230,10 +225,10 @@ def test_a_function_compiled_before_initialize_follows_it_and_deactivate(amp, op
 
     compiled_product = compiled(lambda x: x @ W)
     assert dtype_of_product() is torch.float32
-    models = [start(amp, opt_level)]
+    models = [activate(amp, opt_level)]
     assert dtype_of_product() is HALF[opt_level]
     other_level = "O4" if opt_level == "O1" else "O1"
-    models.append(start(amp, other_level))
+    models.append(activate(amp, other_level))
     assert dtype_of_product() is HALF[other_level]
     amp.deactivate()
     assert dtype_of_product() is torch.float32
@@ -250,7 +245,7 @@ ORDINARY_MODES = [*(("O1", name) for name in MODES), ("O2", "float_region"), ("O
 @pytest.mark.parametrize("case", nightly_but(ORDINARY_MODES, EVERY_MODE), ids="-".join)
 def test_a_mode_inside_and_around_a_compiled_function(amp, case):
     opt_level, name = case
-    model = start(amp, opt_level)
+    model = activate(amp, opt_level)
     mode = getattr(amp, name)
 
     def inside(x):
@@ -291,7 +286,7 @@ IN_MODES = {
 @pytest.mark.parametrize("opt_level", nightly_but(("O1",), ("O0", "O1", "O4", "O5")))
 @pytest.mark.parametrize("name", nightly_but(("half_region",), MODES))
 def test_functions_of_arguments_and_of_computed_tensors_in_a_mode(amp, opt_level, name):
-    model = start(amp, opt_level)
+    model = activate(amp, opt_level)
     x = torch.linspace(-2, 3, 12).view(2, 2, 3)
     mode = getattr(amp, name)
     for function in IN_MODES.values():
@@ -306,7 +301,7 @@ def test_functions_of_arguments_and_of_computed_tensors_in_a_mode(amp, opt_level
 
 @pytest.mark.skipif(torch.__version__ < (2, 7), reason="torch 2.6 traces no super() of a method")
 def test_unflatten_in_a_region(amp):
-    model = start(amp)
+    model = activate(amp)
 
     def inside(x):
         with amp.half_region():
@@ -333,7 +328,7 @@ class Attention(nn.Module):
 @pytest.mark.parametrize("opt_level", nightly_but(("O1",), FUNCTION_LEVELS))
 def test_attention_with_a_padding_mask(amp, opt_level, rule):
     rules = {"modules": {"attention": rule}} if rule else {}
-    model = start(amp, opt_level, Attention(), rules=rules)
+    model = activate(amp, opt_level, Attention(), rules=rules)
     x = torch.linspace(-1, 2, 24).view(2, 3, 4)
     mask = torch.tensor([[False, False, True], [False, False, False]])
     gradients = []
@@ -344,7 +339,7 @@ def test_attention_with_a_padding_mask(amp, opt_level, rule):
 
 
 def test_attention_refuses_a_padding_mask_of_another_length(amp):
-    model = start(amp, "O1", Attention())
+    model = activate(amp, "O1", Attention())
     x, mask = torch.ones(2, 3, 4), torch.zeros(2, 4, dtype=torch.bool)
     for forward in (model.attention, compiled(model.attention)):
         with pytest.raises(Exception, match="key_padded_mask.shape.1. to be 3, but got 4"):
@@ -352,7 +347,7 @@ def test_attention_refuses_a_padding_mask_of_another_length(amp):
 
 
 def test_nested_modes_inside_a_compiled_function(amp):
-    model = start(amp)
+    model = activate(amp)
 
     def nested(x):
         with amp.half_region():
@@ -372,7 +367,7 @@ def test_nested_modes_inside_a_compiled_function(amp):
 @pytest.mark.parametrize("opt_level", LEVELS)
 @pytest.mark.parametrize("name", nightly_but(("half_region",), MODES))
 def test_a_decorated_function_runs_in_its_mode_inside_a_compiled_one(amp, opt_level, name):
-    model = start(amp, opt_level)
+    model = activate(amp, opt_level)
 
     @getattr(amp, name)()
     def decorated(x):
@@ -388,7 +383,7 @@ def test_a_decorated_function_runs_in_its_mode_inside_a_compiled_one(amp, opt_le
 
 def test_a_batch_norm_in_a_region_updates_its_statistics(amp):
     for opt_level, name in (("O1", "half_region"), ("O3", "float_region")):
-        norm = start(amp, opt_level, nn.Sequential(nn.BatchNorm1d(3)))
+        norm = activate(amp, opt_level, nn.Sequential(nn.BatchNorm1d(3)))
         other = copy.deepcopy(norm).to(norm[0].weight.dtype)
 
         def run(model, name=name):
@@ -424,7 +419,7 @@ class TakesBatch(nn.Module):
 @pytest.mark.parametrize("opt_level", LEVELS)
 @pytest.mark.parametrize("kind", ["dict", "dataclass"])
 def test_containers_go_in_and_out_of_a_compiled_model(amp, opt_level, kind):
-    model = start(amp, opt_level, TakesBatch())
+    model = activate(amp, opt_level, TakesBatch())
     batch = {"first": X, "second": X} if kind == "dict" else Batch(X, X)
     got, expected = compiled(model)(batch), model(batch)
     assert got.keys() == expected.keys()
@@ -454,7 +449,7 @@ class Returns(nn.Module):
 @pytest.mark.parametrize("opt_level", LEVELS)
 @pytest.mark.parametrize("kind", [Out, lambda y: deque([y], maxlen=2)], ids=["Out", "deque"])
 def test_containers_made_in_a_traced_model_keep_their_kind(amp, opt_level, kind):
-    model = start(amp, opt_level, Returns(kind))
+    model = activate(amp, opt_level, Returns(kind))
     forward = compiled(lambda x: model(x), since=(2, 12) if kind is Out else (2, 7))
     got, expected = forward(X), model(X)
     assert type(got) is type(expected) is type(kind(X))
@@ -476,7 +471,7 @@ def test_functions_of_the_users_among_our_hooks(amp, opt_level):
     for module in (model, model[0]):
         module.register_forward_pre_hook(doubled)
         module.register_forward_hook(halved)
-    start(amp, opt_level, model, rules={"modules": {"0": "float"}})
+    activate(amp, opt_level, model, rules={"modules": {"0": "float"}})
     assert_same(compiled(model)(X), model(X))
     for module in (model, model[0]):
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
@@ -546,7 +541,7 @@ def test_a_library_function_in_a_model_that_is_called_in_a_compiled_function(
     amp, opt_level, recompute
 ):
     """It gives the model's dtype inside of the model, and float32 after it."""
-    model = start(amp, opt_level, OfALibrary())
+    model = activate(amp, opt_level, OfALibrary())
 
     def whole(x):
         y = checkpoint(model, x, use_reentrant=False) if recompute else model(x)
@@ -575,8 +570,8 @@ class Nested(nn.Module):
 @pytest.mark.parametrize("opt_level", LEVELS)
 @pytest.mark.parametrize("around", nightly_but((None, "O4", "O5"), (None, "O1", "O4", "O5")))
 def test_a_model_that_calls_itself_is_at_its_level_to_the_end(amp, opt_level, around):
-    model = start(amp, opt_level, Nested())
-    outer = model if around is None else start(amp, around, Nested(model))
+    model = activate(amp, opt_level, Nested())
+    outer = model if around is None else activate(amp, around, Nested(model))
     assert_same(compiled(lambda x: outer(x))(X), outer(X))
 
 
@@ -586,8 +581,8 @@ def test_a_region_in_a_traced_model_has_that_models_half_dtype(amp, opt_level, o
         with amp.half_region():
             return [y.sum().double(), (y + y).double(), y.exp().dtype is torch.float16]
 
-    model = start(amp, opt_level, Returns(in_half))
-    last = start(amp, other)
+    model = activate(amp, opt_level, Returns(in_half))
+    last = activate(amp, other)
     got, expected = compiled(lambda x: model(x))(X), model(X)
     assert got[-1] is expected[-1] is (opt_level != "O5")
     assert_same(got[:-1], expected[:-1])
@@ -596,7 +591,7 @@ def test_a_region_in_a_traced_model_has_that_models_half_dtype(amp, opt_level, o
 
 @pytest.mark.parametrize("opt_level", FUNCTION_LEVELS)
 def test_compiled_functions_in_inference_mode_and_no_grad(amp, opt_level):
-    model = start(amp, opt_level, nn.Sequential(nn.Linear(3, 4), nn.Softmax(-1)))
+    model = activate(amp, opt_level, nn.Sequential(nn.Linear(3, 4), nn.Softmax(-1)))
     forward = compiled(model)
     for grad_mode in (torch.inference_mode, torch.no_grad, contextlib.nullcontext):
         with grad_mode():
@@ -604,7 +599,7 @@ def test_compiled_functions_in_inference_mode_and_no_grad(amp, opt_level):
 
 
 def test_a_compiled_model_reads_weights_as_they_are_now(amp):
-    model = start(amp, "O1", nn.Linear(3, 3))
+    model = activate(amp, "O1", nn.Linear(3, 3))
     forward = compiled(model)
     forward(X)
     with torch.no_grad():
@@ -618,14 +613,14 @@ def test_a_compiled_model_reads_weights_as_they_are_now(amp):
 @pytest.mark.parametrize("opt_level", FUNCTION_LEVELS)
 @pytest.mark.parametrize("made", ["itself", "a copy"])
 def test_a_model_moved_after_initialize_is_cast_where_it_is_traced_first(amp, opt_level, made):
-    model = start(amp, opt_level)
+    model = activate(amp, opt_level)
     model = (model if made == "itself" else copy.deepcopy(model)).to("meta")
     outputs = compiled(model)(torch.empty(2, 3, device="meta"))
     assert outputs.dtype is HALF[opt_level]
 
 
 def test_a_decorated_function_inside_a_compiled_one(amp):
-    model = start(amp)
+    model = activate(amp)
 
     @amp.half_function
     def halved(x, *, factor):
@@ -652,7 +647,7 @@ def test_a_decorated_function_inside_a_compiled_one(amp):
     ],
 )
 def test_users_rules_hold_in_compiled_functions(amp, rules):
-    model = start(amp, rules=rules)
+    model = activate(amp, rules=rules)
 
     def function(x):
         products = x @ W, x.matmul(W), torch.matmul(x, W), torch.mm(x, W)
@@ -679,7 +674,7 @@ RULED = {
 def test_a_rule_for_a_dotted_path_decides_all_that_the_function_does(amp, path, rule):
     dtype = {"off": None, "half": torch.float16, "float": torch.float32}[rule]
     expected = [RULED[path](x if dtype is None else x.to(dtype)) for x in (X, H)]
-    model = start(amp, rules={path: rule})
+    model = activate(amp, rules={path: rule})
     function = compiled(lambda x: (RULED[path](x), x @ W))
     for x, want in zip((X, H), expected, strict=True):
         assert_same(function(x), (want, x.half() @ W.half()))
@@ -688,8 +683,8 @@ def test_a_rule_for_a_dotted_path_decides_all_that_the_function_does(amp, path, 
 
 @pytest.mark.parametrize("inside", ["O1", "O5"])
 def test_a_model_of_another_level_inside_a_compiled_function(amp, inside):
-    inner = start(amp, inside, nn.Linear(3, 3))
-    other = start(amp, "O4")
+    inner = activate(amp, inside, nn.Linear(3, 3))
+    other = activate(amp, "O4")
 
     def function(x):
         return x @ W, inner(x), x @ W
@@ -700,7 +695,7 @@ def test_a_model_of_another_level_inside_a_compiled_function(amp, inside):
 
 
 def test_out_and_float64_stay_as_they_are(amp):
-    model = start(amp)
+    model = activate(amp)
 
     def function(x):
         out = torch.empty(4, 3)
@@ -712,7 +707,7 @@ def test_out_and_float64_stay_as_they_are(amp):
 
 
 def test_dynamic_shapes_do_not_compile_for_each_batch(amp):
-    model = start(amp, "O1", nn.Linear(3, 3))
+    model = activate(amp, "O1", nn.Linear(3, 3))
     forward = torch.compile(model, backend="eager", fullgraph=True, dynamic=True)
     for batch in (2, 5, 7, 9):
         assert_same(forward(torch.ones(batch, 3)), model(torch.ones(batch, 3)))
@@ -737,7 +732,7 @@ def test_an_operator_compiles_after_deactivate_as_before(amp):
         return 1 / (x + 3), 2**x, x @ W, x**2, x.exp()
 
     expected = function(X)
-    model = start(amp)
+    model = activate(amp)
     assert compiled(function)(X)[2].dtype is torch.float16
     amp.deactivate()
     torch._dynamo.reset()
@@ -752,7 +747,7 @@ def test_an_operator_traced_before_initialize_is_traced_anew(amp):
 
     square = X[:3].abs().half() + 1
     compiled(function)(square, square)
-    model = start(amp)
+    model = activate(amp)
     torch._dynamo.reset()
     got = compiled(lambda x, y: function(x, y))(square, square)
     assert_same(got, function(square, square))
@@ -778,7 +773,7 @@ COMPOSITES = {
 @pytest.mark.parametrize("opt_level", FUNCTION_LEVELS)
 @pytest.mark.parametrize("name", COMPOSITES)
 def test_functions_of_torch_that_call_patched_ones(amp, opt_level, name):
-    model = start(amp, opt_level)
+    model = activate(amp, opt_level)
     half = X.to(HALF[opt_level])
     assert_same(compiled(COMPOSITES[name])(half), COMPOSITES[name](half))
     del model
@@ -788,7 +783,7 @@ def test_functions_of_torch_that_call_patched_ones(amp, opt_level, name):
 @pytest.mark.parametrize("opt_level", FUNCTION_LEVELS)
 def test_linearize_which_keeps_functions_of_torch_out_of_graphs(amp, opt_level):
     """They are not in the place of patched ones, though they name such."""
-    model = start(amp, opt_level, nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)))
+    model = activate(amp, opt_level, nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)))
     inputs, direction = torch.randn(5, 3), torch.randn(5, 3)
     outputs, derivative = torch.func.linearize(model, inputs)
     expected = torch.func.jvp(model, (inputs,), (direction,))
@@ -809,7 +804,7 @@ def test_more_models_than_torch_compiles_one_function_for(amp):
 
 
 def test_graph_breaks_are_traced_on_both_sides(amp):
-    model = start(amp)
+    model = activate(amp)
 
     def function(x):
         y = x @ W
@@ -852,7 +847,7 @@ def test_no_layer_is_compiled_by_itself(amp, opt_level, kind):
     without = graphs(), sum(torch._dynamo.utils.counters["graph_break"].values())
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    model = start(amp, opt_level, make())
+    model = activate(amp, opt_level, make())
     for _ in range(3):
         assert_same(torch.compile(model, backend="eager")(X), model(X))
     assert (graphs(), sum(torch._dynamo.utils.counters["graph_break"].values())) == without
@@ -864,7 +859,7 @@ def test_a_decorated_function_may_be_compiled_before_initialize(amp, name):
     decorator = decorator() if name.endswith("region") else decorator
     function = decorator(lambda x: x @ x.t())
     around = torch.compile(function, backend="eager", fullgraph=True)
-    model = start(amp)
+    model = activate(amp)
     assert_same(around(X), function(X))
     assert graphs() == 1
     del model
@@ -885,14 +880,14 @@ def test_a_graph_that_ends_in_a_region(amp, opt_level):
                 z = z.sin()
             return z @ z.t()
 
-    model = start(amp, opt_level, Model())
+    model = activate(amp, opt_level, Model())
     x = torch.randn(3, 3)
     assert_same(torch.compile(model, backend="eager")(x), model(x))
 
 
 def test_vmap_inside_a_compiled_function(amp):
     """It calls a function of torch's that has no tensor, and names an operator."""
-    model = start(amp)
+    model = activate(amp)
     weights = torch.randn(4, 3, 3)
 
     def function(x):
@@ -906,7 +901,7 @@ def test_deactivate_restores_torch_compile(amp):
     from torch._dynamo.variables.tensor import TensorVariable
 
     original, judge = TensorVariable.call_method, torch._dynamo.trace_rules.check_file
-    model = start(amp)
+    model = activate(amp)
     assert TensorVariable.call_method is not original
     amp.deactivate()
     assert TensorVariable.call_method is original

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 import torch
+from casting_support import activate
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
@@ -33,20 +34,6 @@ def complete_repetitions():
     """Let checkpoints repeat all of a function, not only what backward needs."""
     with set_checkpoint_early_stop(False):
         yield
-
-
-def start(amp, opt_level="O1", model=None, **options):
-    model = nn.Linear(3, 3) if model is None else model
-    amp.initialize(model, opt_level=opt_level, verbosity=0, **options)
-    return model
-
-
-@pytest.fixture
-def o1(amp):
-    """Give amp with the casts of O1 on for the CPU."""
-    model = start(amp)
-    yield amp
-    del model
 
 
 class Checkpointed(nn.Module):
@@ -196,8 +183,8 @@ def test_backward_in_another_thread_repeats_in_the_mode_of_the_first_run(o1, ree
 def test_a_checkpoint_of_one_model_is_repeated_at_its_level_while_another_is_active(
     amp, opt_level, other_level, reentrant
 ):
-    model = start(amp, opt_level, Checkpointed(checkpointing(reentrant)))
-    other = start(amp, other_level)
+    model = activate(amp, opt_level, Checkpointed(checkpointing(reentrant)))
+    other = activate(amp, other_level)
     train_step(model, torch.rand(5, 3))
     assert model.seen[:3] == model.seen[3:]
     assert model.seen[0] in (torch.float32, HALF.get(opt_level), model.first.weight.dtype)
@@ -360,7 +347,7 @@ def test_an_exception_in_a_checkpoint_restores_the_mode(o1, reentrant):
 
 def test_a_name_bound_to_checkpoint_is_patched_and_restored(amp):
     original = checkpoint
-    model = start(amp)
+    model = activate(amp)
     assert checkpoint is torch.utils.checkpoint.checkpoint is not original
     amp.deactivate()
     assert checkpoint is torch.utils.checkpoint.checkpoint is original
@@ -420,8 +407,8 @@ def test_a_transformer_layer_takes_its_fast_path_only_where_nothing_is_cast(
     x = torch.rand(2, 5, 8)
     exact = copy.deepcopy(layer).double()(x.double())
     fast_calls.clear()
-    start(amp, opt_level, layer)
-    other = start(amp, "O4" if opt_level == "O1" else "O1")
+    activate(amp, opt_level, layer)
+    other = activate(amp, "O4" if opt_level == "O1" else "O1")
     for grad_mode in (torch.no_grad, torch.inference_mode, contextlib.nullcontext):
         with grad_mode():
             out = layer(x)
@@ -432,7 +419,7 @@ def test_a_transformer_layer_takes_its_fast_path_only_where_nothing_is_cast(
 
 
 def test_the_fast_path_is_taken_inside_disable_casts_and_after_deactivate(amp, fast_calls):
-    layer = start(amp, model=encoder_layer().eval())
+    layer = activate(amp, model=encoder_layer().eval())
     x = torch.rand(2, 5, 8)
     with torch.no_grad():
         layer(x)
@@ -472,7 +459,7 @@ def test_multi_head_attention_in_eval_is_cast(o1):
 
 @pytest.mark.parametrize("opt_level", HALF)
 def test_vmap_equals_a_loop(amp, opt_level):
-    model = start(amp, opt_level)
+    model = activate(amp, opt_level)
     x = torch.rand(4, 2, 3)
     batched = torch.vmap(model)(x)
     assert batched.dtype is HALF[opt_level]
@@ -483,7 +470,7 @@ def test_vmap_equals_a_loop(amp, opt_level):
 
 @pytest.mark.parametrize("opt_level", HALF)
 def test_functional_gradients_equal_autograds(amp, opt_level):
-    model = start(amp, opt_level, nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)))
+    model = activate(amp, opt_level, nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)))
     params = {name: p.detach().clone() for name, p in model.named_parameters()}
     x = torch.rand(5, 3)
     seen = []
@@ -505,7 +492,7 @@ def test_functional_gradients_equal_autograds(amp, opt_level):
 
 def test_functional_call_reads_the_parameters_it_is_given(o1):
     model = nn.Linear(3, 3)
-    amp_model = start(o1, model=model)
+    amp_model = activate(o1, model=model)
     x = torch.rand(2, 3)
     amp_model(x).float().sum().backward()
     zeros = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
@@ -533,7 +520,7 @@ def test_forward_mode_and_jacobians(o1):
 def test_a_gradient_penalty_is_near_float64(amp, opt_level):
     model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
     exact = copy.deepcopy(model).double()
-    start(amp, opt_level, model)
+    activate(amp, opt_level, model)
 
     def penalty(net, x):
         x = x.clone().requires_grad_()
@@ -553,7 +540,7 @@ def test_a_gradient_penalty_is_near_float64(amp, opt_level):
 
 @pytest.mark.filterwarnings("ignore:a hook of a")
 def test_hooks_of_modules_and_tensors_see_what_is_computed(o1):
-    model = start(o1, model=nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
+    model = activate(o1, model=nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
     seen = {}
     model[1].register_forward_pre_hook(lambda _, args: seen.update(input=args[0].dtype))
     model[1].register_forward_hook(lambda _, args, out: seen.update(output=out.dtype))
@@ -566,7 +553,7 @@ def test_hooks_of_modules_and_tensors_see_what_is_computed(o1):
 
 @pytest.mark.parametrize("opt_level", HALF)
 def test_inference_mode_casts_and_later_training_works(amp, opt_level):
-    model = start(amp, opt_level)
+    model = activate(amp, opt_level)
     x = torch.rand(2, 3)
     with torch.inference_mode():
         inferred = model(x)
@@ -582,7 +569,7 @@ def test_inference_mode_casts_and_later_training_works(amp, opt_level):
 @TORCHSCRIPT_IS_DEPRECATED
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 def test_a_trace_made_inside_disable_casts_computes_as_eager_does_there(amp, opt_level):
-    model = start(amp, opt_level, nn.Sequential(nn.Linear(3, 3), nn.Softmax(-1)))
+    model = activate(amp, opt_level, nn.Sequential(nn.Linear(3, 3), nn.Softmax(-1)))
     x = torch.rand(2, 3)
     with amp.disable_casts():
         expected = model(x) if opt_level not in HALF else F.softmax(model[0](x), -1)
@@ -593,7 +580,7 @@ def test_a_trace_made_inside_disable_casts_computes_as_eager_does_there(amp, opt
 
 @pytest.mark.parametrize("opt_level", LEVELS)
 def test_an_export_made_inside_disable_casts_computes_as_eager_does_there(amp, opt_level):
-    model = start(amp, opt_level, nn.Sequential(nn.Linear(3, 3), nn.Softmax(-1)))
+    model = activate(amp, opt_level, nn.Sequential(nn.Linear(3, 3), nn.Softmax(-1)))
     x = torch.rand(2, 3)
     with amp.disable_casts():
         expected = model(x)
@@ -612,7 +599,7 @@ def scripted_function(x, w):
 @TORCHSCRIPT_IS_DEPRECATED
 @pytest.mark.parametrize("opt_level", HALF)
 def test_torchscript_compiles_the_originals(amp, opt_level):
-    model = start(amp, opt_level)
+    model = activate(amp, opt_level)
     x, w = torch.rand(3, 3), torch.rand(3, 3)
     with amp.disable_casts():
         expected = scripted_function(x, w)
@@ -632,7 +619,7 @@ def scripted_overloads(x: torch.Tensor) -> torch.Tensor:
 @TORCHSCRIPT_IS_DEPRECATED
 @pytest.mark.parametrize("opt_level", HALF)
 def test_torchscript_compiles_what_has_overloads(amp, opt_level):
-    model = start(amp, opt_level)
+    model = activate(amp, opt_level)
     x = torch.rand(3, 3)
     with amp.disable_casts():
         expected = scripted_overloads(x)
@@ -660,7 +647,7 @@ class Block(nn.Module):
 @pytest.mark.parametrize("inner", [False, True], ids=["model", "around the model"])
 @pytest.mark.parametrize("opt_level", LEVELS)
 def test_torchscript_compiles_a_model_without_casts(amp, opt_level, inner):
-    model = start(amp, opt_level, nn.Sequential(nn.Linear(3, 4), Block()).eval())
+    model = activate(amp, opt_level, nn.Sequential(nn.Linear(3, 4), Block()).eval())
     hooks = [list(model._forward_pre_hooks.items()), list(model._forward_hooks.items())]
     x = torch.rand(5, 2, 3)
     with amp.disable_casts(), torch.no_grad():
@@ -691,7 +678,7 @@ def test_hooks_of_the_users_are_compiled_and_all_stay_in_their_order(amp, fails)
     model.register_forward_hook(lambda *_: None) if fails else None
     model.register_forward_hook(scriptable_hook)
     model.register_forward_pre_hook(scriptable_pre_hook)
-    start(amp, "O0", model)
+    activate(amp, "O0", model)
     hooks = [list(model._forward_pre_hooks.items()), list(model._forward_hooks.items())]
     with pytest.raises(RuntimeError) if fails else contextlib.nullcontext():
         script = torch.jit.script(model)
