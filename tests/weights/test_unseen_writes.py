@@ -222,6 +222,20 @@ def test_a_read_of_a_masters_data_has_it_looked_at_until_the_next_step() -> None
         assert not writes.is_looking
 
 
+def behind_steps(
+    amp: ModuleType, level: str, width: int, steps: int
+) -> tuple[nn.Module, Optimizer]:
+    """Return a layer and its optimizer, which changes nothing, after some steps."""
+    model = nn.Linear(3, width)
+    optimizer = Adam(model.parameters(), lr=0.0)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=64.0, verbosity=0)
+    for _ in range(steps):
+        scaled_backward(amp, model(torch.ones(1, 3)).float().sum(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
 @pytest.mark.parametrize("width", [3, 3000])
 @pytest.mark.parametrize("level", ["O2", "O5"])
 @pytest.mark.parametrize("steps", [0, 3, 20])
@@ -229,14 +243,8 @@ def test_a_write_through_data_counts_where_masters_are_read_after_it(
     amp: ModuleType, level: str, width: int, steps: int
 ) -> None:
     """As of an average that writes to ``optimizer.param_groups``, before a norm is logged."""
-    model = nn.Linear(3, width)
-    optimizer = Adam(model.parameters(), lr=0.0)
-    amp.initialize(model, optimizer, opt_level=level, loss_scale=64.0, verbosity=0)
+    model, optimizer = behind_steps(amp, level, width, steps)
     x = torch.ones(1, 3)
-    for _ in range(steps):
-        scaled_backward(amp, model(x).float().sum(), optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
     for master in optimizer.param_groups[0]["params"]:
         master.data.fill_(0.25)
     list(amp.master_params(optimizer))
@@ -261,14 +269,8 @@ def test_a_write_through_data_counts_behind_one_that_moved_versions(
     amp: ModuleType, level: str, width: int, move: str, sees: str, steps: int
 ) -> None:
     """As of schedule-free optimizers, whose ``train()`` writes so after a load."""
-    model = nn.Linear(3, width)
-    optimizer = Adam(model.parameters(), lr=0.0)
-    amp.initialize(model, optimizer, opt_level=level, loss_scale=64.0, verbosity=0)
+    model, optimizer = behind_steps(amp, level, width, steps)
     x = torch.ones(1, 3)
-    for _ in range(steps):
-        scaled_backward(amp, model(x).float().sum(), optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
     if sees == "step":
         scaled_backward(amp, model(x).float().sum(), optimizer)
     masters = optimizer.param_groups[0]["params"]
