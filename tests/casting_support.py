@@ -18,6 +18,14 @@ from amp_patch.session import session
 HALVES = {"O1": torch.float16, "O4": torch.bfloat16}
 #: Those in which models are stored, too.
 HALF_OF = {**HALVES, "O2": torch.float16, "O3": torch.float16, "O5": torch.bfloat16}
+#: The lists of names of torch's functions, by their rule.
+LISTS = {
+    "half": rules.HALF,
+    "float": rules.FLOAT,
+    "float_dtype": rules.FLOAT_DTYPE,
+    "promote": rules.PROMOTE,
+    "banned": rules.BANNED,
+}
 
 
 def activate(amp, opt_level="O1", model=None, **options):

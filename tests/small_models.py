@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +49,13 @@ def cnn() -> nn.Module:
         nn.Conv2d(8, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.GELU(), nn.AdaptiveAvgPool2d(2),
         nn.Flatten(), nn.Linear(32, CLASSES),
     )  # fmt: skip
+
+
+def normed_pair(kind: type[Optimizer] = SGD, **options: Any) -> tuple[nn.Module, Optimizer]:
+    """Return a model with a batch norm, of 4 features, and its optimizer; the same each time."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+    return model, kind(model.parameters(), **{"lr": 0.1, **options})
 
 
 @dataclass(frozen=True)

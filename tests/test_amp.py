@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch_snapshot
 from hypothesis import strategies as st
+from small_models import normed_pair as make
 from support import exactly, scaled_backward
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -76,12 +77,6 @@ APEX = {
     "half_region": {},
     "float_region": {},
 }  # fmt: skip
-
-
-def make(kind: type[Optimizer] = SGD, **options: Any) -> tuple[nn.Module, Optimizer]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
-    return model, kind(model.parameters(), **{"lr": 0.1, **options})
 
 
 def train_plainly(model: nn.Module, optimizer: Optimizer, seed: int = 1) -> Tensor:

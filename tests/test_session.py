@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.optim.optimizer as torch_optimizer
 import torch_snapshot
+from small_models import normed_pair as make
 from support import nightly_but, scaled_backward
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
@@ -40,12 +41,6 @@ from amp_patch.weights import half_model, half_storage
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 CASTING = ("O1", "O4")
-
-
-def make(kind: type[Optimizer] = SGD, **options: Any) -> tuple[nn.Module, Optimizer]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
-    return model, kind(model.parameters(), **{"lr": 0.1, **options})
 
 
 def train(amp: ModuleType, model: nn.Module, optimizer: Optimizer, **options: Any) -> float:

@@ -11,18 +11,12 @@ from typing import Any
 import autocast_oracle as oracle
 import pytest
 import torch
+from casting_support import LISTS
 from support import PROFILE
 
 from amp_patch.casting import rules as cast_rules
 from amp_patch.casting import targets
 
-LISTS = {
-    "half": cast_rules.HALF,
-    "float": cast_rules.FLOAT,
-    "float_dtype": cast_rules.FLOAT_DTYPE,
-    "promote": cast_rules.PROMOTE,
-    "banned": cast_rules.BANNED,
-}
 # Registered by builds with cuDNN only, where torch.lstm and its kind run it.
 CUDNN_ONLY = {"_cudnn_rnn"}
 # The database's way to the operator is not a public function of torch.

@@ -8,17 +8,10 @@ from collections import defaultdict
 import autocast_oracle as oracle
 import pytest
 import torch
+from casting_support import LISTS
 
-from amp_patch.casting import rules as cast_rules
 from amp_patch.casting import targets
 
-LISTS = {
-    "half": cast_rules.HALF,
-    "float": cast_rules.FLOAT,
-    "float_dtype": cast_rules.FLOAT_DTYPE,
-    "promote": cast_rules.PROMOTE,
-    "banned": cast_rules.BANNED,
-}
 LAYERED = torch.rand(2, 3, 4, 4)
 
 

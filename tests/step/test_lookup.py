@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from linear_training import train_step
+from small_models import normed_pair
 from support import exactly, scaled_backward
-from torch import Tensor, nn
-from torch.optim import SGD, Adam, Optimizer
+from torch import nn
+from torch.optim import Adam
 
 from amp_patch import amp as public
 
@@ -17,21 +19,6 @@ NO_STATE = (
     "internal Amp state has not been initialized, or amp.deactivate() has ended it for all models"
 )
 MEND = "call model, optimizer = amp.initialize(model, optimizer, opt_level=...) first."
-
-
-def make(kind: type[Optimizer] = SGD, **options: Any) -> tuple[nn.Module, Optimizer]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
-    return model, kind(model.parameters(), **{"lr": 0.1, **options})
-
-
-def train(model: nn.Module, optimizer: Optimizer, factor: float = 1.0) -> Tensor:
-    inputs = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
-    optimizer.zero_grad()
-    loss = model(inputs).square().mean() * factor
-    scaled_backward(public, loss, optimizer)
-    optimizer.step()
-    return loss.detach()
 
 
 @pytest.mark.parametrize(
@@ -62,7 +49,7 @@ def train(model: nn.Module, optimizer: Optimizer, factor: float = 1.0) -> Tensor
     ],
 )
 def test_calls_before_initialize_say_so(amp: ModuleType, call: Any, words: str) -> None:
-    _, optimizer = make()
+    _, optimizer = normed_pair()
     with pytest.raises(RuntimeError, match=exactly(words)):
         call(optimizer)
 
@@ -75,7 +62,7 @@ def test_calls_before_initialize_say_so(amp: ModuleType, call: Any, words: str) 
         ((), "an empty tuple"),
         (None, "NoneType"),
         (nn.Linear(1, 1), "Linear"),
-        ([make()[1], torch.zeros(())], "Tensor"),
+        ([normed_pair()[1], torch.zeros(())], "Tensor"),
     ],
 )
 @pytest.mark.parametrize(
@@ -89,7 +76,7 @@ def test_what_stands_in_an_optimizers_place_is_named_and_the_call_shown(
     amp: ModuleType, call: str, given: Any, optimizers: Any, received: str, initialized: bool
 ) -> None:
     if initialized:
-        amp.initialize(*make(), opt_level="O2", verbosity=0)
+        amp.initialize(*normed_pair(), opt_level="O2", verbosity=0)
     words = (
         f"{call} takes what amp.initialize() returned for its optimizers; got {received} in their "
         f"place; call {call}."
@@ -99,13 +86,13 @@ def test_what_stands_in_an_optimizers_place_is_named_and_the_call_shown(
 
 
 def test_scale_loss_refuses_an_optimizer_it_does_not_know(amp: ModuleType) -> None:
-    _, optimizer = amp.initialize(*make(), opt_level="O2", verbosity=0)
+    _, optimizer = amp.initialize(*normed_pair(), opt_level="O2", verbosity=0)
     words = (
         "amp.scale_loss(loss, optimizer) got an optimizer that amp.initialize() did not return "
         f"(Adam); {MEND}"
     )
     with pytest.raises(RuntimeError, match=exactly(words)):
-        amp.scale_loss(torch.zeros(()), [optimizer, make(Adam)[1]])
+        amp.scale_loss(torch.zeros(()), [optimizer, normed_pair(Adam)[1]])
 
 
 @pytest.mark.parametrize("level", ["O2", "O3", "O5"])
@@ -113,7 +100,7 @@ def test_scale_loss_refuses_an_optimizer_it_does_not_know(amp: ModuleType) -> No
 def test_a_later_optimizer_of_a_model_in_half_is_told_what_to_do_in_one_message(
     amp: ModuleType, level: str, of: str
 ) -> None:
-    model, optimizer = amp.initialize(*make(), opt_level=level, loss_scale=64.0, verbosity=0)
+    model, optimizer = amp.initialize(*normed_pair(), opt_level=level, loss_scale=64.0, verbosity=0)
     masters = optimizer.param_groups[0]["params"]
     params = {"model": list(model.parameters()), "groups": masters[:1]}
     later = Adam(params[of], eps=1e-3)
@@ -134,17 +121,17 @@ def test_a_later_optimizer_of_a_model_in_half_is_told_what_to_do_in_one_message(
 def test_a_disabled_pair_stays_plain_beside_an_enabled_one(
     amp: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plain = amp.initialize(*make(), enabled=False)
-    run = amp.initialize(*make(), opt_level="O2", verbosity=0)
+    plain = amp.initialize(*normed_pair(), enabled=False)
+    run = amp.initialize(*normed_pair(), opt_level="O2", verbosity=0)
     loss = plain[0](torch.randn(4, 4)).sum()
     with amp.scale_loss(loss, plain[1]) as scaled_loss:
         assert scaled_loss is loss
     assert amp.step_was_skipped(plain[1]) is False
-    assert train(*run).isfinite()
+    train_step(amp, *run)
     assert amp.state_dict()["loss_scaler0"]["unskipped"] == 1
-    amp.initialize(*make(), enabled=False)
+    amp.initialize(*normed_pair(), enabled=False)
     assert capsys.readouterr().out == ""
-    train(*run, factor=float("inf"))
+    train_step(amp, *run, torch.inf)
     assert amp.state_dict()["loss_scaler0"]["unskipped"] == 0
     assert capsys.readouterr().out == ""
 

@@ -9,17 +9,12 @@ import hypothesis
 import pytest
 import torch
 from hypothesis import strategies as st
+from small_models import normed_pair as make
 from support import trains
 from torch import nn
 from torch.optim import SGD, Optimizer
 
 from amp_patch.session import session
-
-
-def make() -> tuple[nn.Module, Optimizer]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
-    return model, SGD(model.parameters(), lr=0.1)
 
 
 def scales() -> list[float]:
