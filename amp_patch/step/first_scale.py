@@ -24,6 +24,8 @@ class FirstScale:
     ) -> None:
         self._backward, self._was_scaled = backward, was_scaled
         self._is_known = False
+        # What comes later may bring gradients of before, or of another optimizer's loss.
+        self._ids = frozenset(map(id, backward.pairs().model))
 
     def look(self) -> bool:
         """Look before a step; return whether all is known, and nobody need look again.
@@ -33,7 +35,7 @@ class FirstScale:
         if not self._is_known:
             self._is_known = self._was_scaled(self._backward)
             params = () if self._is_known else self._backward.pairs().model
-            if any(stored_grad(param) is not None for param in params):
+            if any(stored_grad(one) is not None for one in params if id(one) in self._ids):
                 self._is_known = True
                 warn(
                     "at a level with a loss scale every loss is to be multiplied by it, or small "

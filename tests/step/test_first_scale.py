@@ -93,3 +93,20 @@ def test_where_there_is_no_scale_nothing_is_said(
     model, optimizer = prepared(amp, level, loss_scale=scale)
     loss_of(model).backward()
     optimizer.step()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("is_held", [False, True])
+def test_a_group_that_joins_brings_gradients_of_a_scaled_loss(
+    amp: ModuleType, recwarn: pytest.WarningsRecorder, level: str, is_held: bool
+) -> None:
+    """Of a block of another optimizer's, which held the group, or reached its layer."""
+    models = [nn.Linear(3, 2) for _ in range(3)]
+    groups = [{"params": list(model.parameters())} for model in models]
+    first = SGD(groups[: 1 + is_held], lr=0.1)
+    second = SGD(groups[2:], lr=0.1)
+    amp.initialize(models, [first, second], opt_level=level, verbosity=0)
+    scaled_backward(amp, loss_of(models[0]) + loss_of(models[1]), first)
+    second.add_param_group(first.param_groups.pop() if is_held else groups[1])
+    second.step()
+    assert told(recwarn.list) == []
