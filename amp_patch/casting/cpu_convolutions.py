@@ -29,20 +29,21 @@ def right_on_cpu(function: Function) -> Function:
 
 
 def _checking(dims: int, is_transposed: bool, function: Function) -> Function:
-    never_wrong, names = _never_wrong(dims), _OPTIONS[is_transposed]
+    never_wrong = _never_wrong(dims)
+    is_wrong = functools.partial(_call_is_wrong, dims, is_transposed)
+    known = functools.lru_cache(_KNOWN)(is_wrong)
 
     @functools.wraps(function)
     def convolution(
         input: Any, weight: Any, bias: Any = None, stride: Any = 1, *others: Any, **named: Any
     ) -> Any:
         if stride not in never_wrong and _has_backward(input, weight, bias):
-            # torch 2.6 compiles no `zip` of other lengths
-            given = zip(names[: len(others)], others[: len(names)], strict=True)
-            options = {"stride": stride, **dict(given), **named}
-            sizes = input.shape
-            if is_transposed:  # the gradient of its weight is that of a convolution of its result
-                sizes = _sizes_of_result(dims, sizes, weight.shape, **options)
-            if _is_wrong(dims, sizes, weight.shape, stride, options.get("dilation", 1)):
+            call = input.shape, weight.shape, stride, others, *named.items()
+            try:
+                is_lost = is_wrong(*call) if is_dynamo_compiling() else known(*call)
+            except TypeError:  # a list, which no cache holds
+                is_lost = is_wrong(*call)
+            if is_lost:
                 wide = to_float(input), to_float(weight), to_float(bias)
                 result: Tensor = function(*wide, stride, *others, **named)
                 return result.to(input.dtype)
@@ -51,6 +52,33 @@ def _checking(dims: int, is_transposed: bool, function: Function) -> Function:
     return convolution
 
 
+def _call_is_wrong(
+    dims: int,
+    is_transposed: bool,
+    sizes: Sequence[int],
+    kernel: Sequence[int],
+    stride: Any,
+    others: tuple[Any, ...],
+    *named: tuple[str, Any],
+) -> bool:
+    """Tell whether torch may make wrong gradients of a call.
+
+    Args:
+        dims, is_transposed: of the function.
+        sizes, kernel: of input and weight.
+        stride, others, named: the other arguments; those before them by place.
+    """
+    names = _OPTIONS[is_transposed]
+    # torch 2.6 compiles no `zip` of other lengths
+    given = zip(names[: len(others)], others[: len(names)], strict=True)
+    options = {"stride": stride, **dict(given), **dict(named)}
+    if is_transposed:  # the gradient of its weight is that of a convolution of its result
+        sizes = _sizes_of_result(dims, sizes, kernel, **options)
+    return _is_wrong(dims, sizes, kernel, stride, options.get("dilation", 1))
+
+
+#: Of so many calls of each function is known whether torch's gradients are right.
+_KNOWN = 1024
 #: What convolutions, and transposed ones, take by place after the stride.
 _OPTIONS = {
     False: ("padding", "dilation", "groups"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -86,10 +86,12 @@ def _run(
     kwargs: dict[str, Any],
     loses: Callable[..., bool] | None,
 ) -> Any:
+    is_lost = loses is not None and loses(*args, **kwargs)
+    if not is_lost and _are_of_one_dtype(args) and _are_of_one_dtype(kwargs.values(), args):
+        return function(*args, **kwargs)
     count = _MASK_AT if word == "attention" else len(args)
     given = {name: value for name, value in kwargs.items() if name != _MASK}
     taken = [*args[:count], *given.values()]
-    is_lost = loses is not None and loses(*args, **kwargs)
     if "out" in kwargs or not (is_lost or _meet(taken)):
         return function(*args, **kwargs)
     if is_lost and word == "norm" and _has_few_rows(*args, **kwargs):
@@ -186,6 +188,29 @@ def _to_stored(value: Any) -> Any:
 def _is_shape(value: Sequence[Any]) -> bool:
     """Tell a shape or a stride, in which no tensor is: to look for one would take longer."""
     return set(map(type, value)) <= _INTS
+
+
+def _are_of_one_dtype(values: Iterable[Any], others: Sequence[Any] = ()) -> bool:
+    """Tell at a quick look that all tensors have one dtype, as in most calls.
+
+    Args:
+        values: False, too, where one of them may hold tensors.
+        others: of which the first tensor has that dtype as well.
+    """
+    found = None
+    for value in others:
+        if isinstance(value, Tensor):
+            found = value.dtype
+            break
+    for value in values:
+        if isinstance(value, Tensor):
+            if found is None:
+                found = value.dtype
+            elif value.dtype is not found:
+                return False
+        elif isinstance(value, list | tuple) and not _is_shape(value):
+            return False
+    return True
 
 
 def _meet(values: list[Any]) -> bool:

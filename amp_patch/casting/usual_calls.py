@@ -93,8 +93,7 @@ def layer(
     def wrapper(input: Any, weight: Any, bias: Any = None, *args: Any, **kwargs: Any) -> Any:
         dtype = mode.dtype or process.dtype
         if (
-            kwargs
-            or dtype is OFF
+            dtype is OFF
             or type(input) is not Tensor
             or is_dynamo_compiling()  # before the set: torch 2.6 looks up no class in one
             or type(weight) not in _WEIGHTS
@@ -114,7 +113,7 @@ def layer(
             bias = cast_weight(bias, dtype)
         elif bias is not None:
             bias = to_dtype(bias, dtype)
-        return original(input, weight, bias, *args)
+        return original(input, weight, bias, *args, **kwargs)  # a stride or so, by name
 
     return wrapper
 
@@ -218,21 +217,18 @@ def norm(original: Function, general: Function) -> Function:
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if (
-            kwargs
-            or len(args) < 4
-            or type(args[0]) is not Tensor
-            # of which the last may be a number
-            or getattr(args[2], "dtype", _FLOAT) is not _FLOAT
-            or getattr(args[3], "dtype", _FLOAT) is not _FLOAT
-        ):
+        if not args or type(args[0]) is not Tensor:
             return general(*args, **kwargs)
+        for other in (*args[2:], *kwargs.values()) if kwargs else args[2:4]:  # some are numbers
+            if getattr(other, "dtype", _FLOAT) is not _FLOAT:
+                return general(*args, **kwargs)
         if args[0].dtype is _FLOAT:
-            return original(*args)
+            return original(*args, **kwargs)
         if is_dynamo_compiling() or below_autograd(AUTOGRAD):  # as it is in inference mode
-            return general(*args)
-        level = mode.dtype or process.dtype
-        return original(*args) if level is OFF else original(to_float(args[0]), *args[1:])
+            return general(*args, **kwargs)
+        if (mode.dtype or process.dtype) is OFF:
+            return original(*args, **kwargs)
+        return original(to_float(args[0]), *args[1:], **kwargs)
 
     return wrapper
 

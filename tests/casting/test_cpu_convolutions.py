@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from types import ModuleType
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from amp_patch import amp as core
+from amp_patch.casting import cpu_convolutions
 
 LAYERS = {
     (1, False): nn.Conv1d,
@@ -187,3 +189,26 @@ def test_drawn_convolutions(call: tuple[nn.Module, tuple[int, ...]], level: str)
         for param in layer.parameters():
             param.abs_()  # no sum is a small difference of large numbers
     assert_near_float64(layer, x, core, level)
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_options_in_lists_are_looked_at_too(amp: ModuleType, by_name: bool) -> None:
+    """A kernel of 4 on images of 2 x 2 with a stride of 3 is computed in float32, as in tuples."""
+    own = torch.conv2d
+    amp.initialize(nn.Linear(2, 2), opt_level="O4", verbosity=0)  # a CPU's tensors are cast
+    taken: list[torch.dtype] = []
+
+    @functools.wraps(own)
+    def noted(input: Tensor, *args: Any, **named: Any) -> Tensor:
+        taken.append(input.dtype)
+        return own(input, *args, **named)
+
+    convolution = cpu_convolutions.right_on_cpu(noted)
+    weight = torch.randn(3, 2, 4, 4, dtype=torch.bfloat16, requires_grad=True)
+    for size, dtype in ((2, torch.float32), (8, torch.bfloat16), (2, torch.float32)):
+        image = torch.randn(1, 2, size, size, dtype=torch.bfloat16)
+        if by_name:
+            convolution(image, weight, stride=[3, 3], padding=[2, 2], dilation=[1, 1])
+        else:
+            convolution(image, weight, None, [3, 3], [2, 2], [1, 1])
+        assert taken.pop() is dtype

@@ -434,3 +434,30 @@ def test_a_weight_on_the_left_is_cast_once(o1: Any) -> None:
     session.cache.add_model(model)
     results = [model[0] @ torch.ones(2, 2) for _ in range(2)]
     assert len({result.grad_fn.next_functions[0][0] for result in results}) == 1
+
+
+@pytest.mark.parametrize("dtypes", [FLOATS, FLOATS[1:] + FLOATS[:1], FLOATS[2:] + FLOATS[:2]])
+def test_a_norm_whose_weights_come_by_name_is_that_of_float32(
+    o1: Any, dtypes: tuple[torch.dtype, ...]
+) -> None:
+    x, weight, bias = (torch.randn(2, 4).to(dtypes[0]), *map(torch.ones(4).to, dtypes[1:]))
+    with o1.disable_casts():
+        expected = F.layer_norm(x.float(), (4,), weight.float(), bias.float())
+    for function in (F.layer_norm, torch.layer_norm):
+        assert_same([function(x, (4,), weight=weight, bias=bias)], [expected])
+        assert_same([function(x, (4,), weight, bias=bias)], [expected])
+
+
+@pytest.mark.parametrize("name", ["conv2d", "conv_transpose2d"])
+def test_a_layer_takes_options_by_name(o1: Any, name: str) -> None:
+    weight = nn.Parameter(torch.randn((3, 2, 3, 3) if name == "conv2d" else (2, 3, 3, 3)))
+    image, bias = torch.randn(1, 2, 6, 6), nn.Parameter(torch.randn(3))
+    options = {"stride": 2, "padding": (1, 1)}
+    function = getattr(F, name)
+    with o1.disable_casts():
+        expected = function(image.half(), weight.half(), bias.half(), **options).detach()
+    for found in (
+        function(image, weight, bias, **options),
+        function(image, weight, bias=bias, **options),
+    ):
+        assert_same([found.detach()], [expected])
