@@ -60,7 +60,8 @@ class Comparison:
         for memory, pieces in zip(self._memory, self._together, strict=True):
             memory.copy_(_joined(pieces))
         self._seen = self._memory
-        self._large.note_equal()
+        if self.has_large:
+            self._large.note_equal()
 
     def forget(self) -> None:
         """Note that sources may have been written to: the next `differs` looks at all of them."""
@@ -85,7 +86,8 @@ class Comparison:
         return any(bool(flag) for flag in flags)
 
     def _differs_on_cpu(self, trusts: bool) -> bool:
-        for pair, is_written in self._large.unequal_perhaps(trusts):
+        large = self._large.unequal_perhaps(trusts) if self.has_large else ()
+        for pair, is_written in large:
             if any(starmap(_is_another, _pieces(*pair))):
                 self.found_unseen = not is_written
                 return True

@@ -1,11 +1,14 @@
 """``optimizer.zero_grad()`` clears what plain PyTorch clears, and an overflow with it."""
 
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from linear_training import backward, linear, prepared, train_step
 from torch.optim import SGD
+
+from amp_patch.step.zero_grad import ZeroGrad
 
 INF = float("inf")
 
@@ -76,3 +79,38 @@ def test_what_an_optimizers_own_zero_grad_leaves_is_stepped(
     backward(amp, model, optimizer)
     optimizer.step()
     assert torch.equal(model.state_dict()["bias"], before) is to_none
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize(
+    ("args", "options", "is_short"),
+    [
+        ((), {}, True),
+        ((), {"set_to_none": True}, True),
+        ((True,), {}, True),
+        ((), {"set_to_none": False}, False),
+        ((False,), {}, False),
+    ],
+)
+def test_gradients_that_become_none_are_cleared_without_torch(
+    amp: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    level: str,
+    args: tuple[bool, ...],
+    options: dict[str, bool],
+    is_short: bool,
+) -> None:
+    model, optimizer = prepared(amp, level)
+    backward(amp, model, optimizer)
+    others: list[object] = []
+    clear = ZeroGrad._clear_otherwise
+
+    def noted(*given: Any, **named: Any) -> bool:
+        others.append(given)
+        return clear(*given, **named)
+
+    monkeypatch.setattr(ZeroGrad, "_clear_otherwise", noted)
+    optimizer.zero_grad(*args, **options)
+    assert (not others) is is_short
+    grads = [param.grad for param in model.parameters()]
+    assert all(grad is None if is_short else not grad.any() for grad in grads)
