@@ -327,9 +327,10 @@ class Session:
 
     def _note_data_read(self, param: nn.Parameter) -> None:
         self.cache.doubt(param)
-        self.store.doubt(param)
         if param.dtype is torch.float32:  # as masters are: no half weight asks all optimizers
             self.optimizers.note_data_read(param)
+        else:
+            self.store.doubt(param)
 
     def _note_data_set(self, param: nn.Parameter, new: Tensor) -> None:
         self.store.note_set(param, new)

@@ -29,9 +29,12 @@ def install(
     _, name, original = resolve_in(Tensor, "data")
 
     def read(tensor: Tensor) -> Tensor:
-        param = tensor if isinstance(tensor, nn.Parameter) else tensor._base
-        if isinstance(param, nn.Parameter):
-            tell_of_read(param)
+        if type(tensor) is nn.Parameter:  # to ask for an instance takes torch a call of Python
+            tell_of_read(tensor)
+        else:
+            param = tensor if isinstance(tensor, nn.Parameter) else tensor._base
+            if param is not None and isinstance(param, nn.Parameter):
+                tell_of_read(param)
         value: Tensor = original.__get__(tensor)
         return value
 

@@ -98,18 +98,19 @@ class FP32Values:
         self._came_in.pop(param, None)  # it is trained now
 
     def doubt(self, param: Tensor) -> None:
-        """A script is about to read a parameter's ``.data``, to which it may write."""
+        """A script is about to read a half parameter's ``.data``, to which it may write."""
         self._alike.doubt(param)
-        if param.dtype is not torch.float32:
-            self.data_reads += 1
+        self.data_reads += 1
 
     def note_set(self, param: Tensor, new: Tensor) -> None:
         """A script is about to set ``param.data``, which moves no version.
 
         ``model.to(device)`` sets each parameter's, most often to the numbers that it has.
         """
+        if param.dtype not in HALVES:
+            return
         self.doubt(param)
-        if param.dtype not in HALVES or param not in self._values or new is param:
+        if param not in self._values or new is param:
             return
         if _is_elsewhere(param, new):
             self.moves += 1

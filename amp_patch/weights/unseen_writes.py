@@ -121,4 +121,5 @@ def _have_numbers(masters: Sequence[Tensor]) -> bool:
     """Tell whether the host may read numbers now: not so while a graph is captured or traced."""
     if torch._C._len_torch_dispatch_stack() or torch._C._is_tracing():
         return False
-    return not any(master.is_meta or captures.are_made(master.device) for master in masters)
+    devices = {master.device for master in masters}
+    return not any(one.type == "meta" or captures.are_made(one) for one in devices)
