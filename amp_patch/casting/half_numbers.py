@@ -91,6 +91,8 @@ _BOUNDING = (
 _NUMBERS = (float, int)
 #: Bounds that both half dtypes have, as 0, 1 and 6.
 _EXACT = frozenset({*range(-256, 257), None})
+#: Of which kinds bounds may be that are looked up there; no symbol of a compiled function.
+_KINDS = frozenset({int, float, type(None)})
 _LEAST_RANGE = torch.finfo(torch.float16).max
 _HALF_OF_THE_LEAST = torch.finfo(torch.float16).smallest_normal * 2.0**-11
 
@@ -148,8 +150,10 @@ def _fitting(original: Function) -> Function:
     @leave_out  # between two graphs torch would compile it for each kind of call
     @functools.wraps(original)
     def fitting(*args: Any, **kwargs: Any) -> Any:
-        if is_bounding and not (kwargs or is_dynamo_compiling()) and _EXACT.issuperset(args[1:]):
-            return original(*args)
+        if is_bounding and not is_dynamo_compiling():
+            bounds = (*args[1:], *kwargs.values()) if kwargs else args[1:]  # no `out`: a tensor
+            if _KINDS.issuperset(map(type, bounds)) and _EXACT.issuperset(bounds):
+                return original(*args, **kwargs)
         if mode.stored is not None or casts_are_on():
             args, kwargs = in_its_dtype(original.__name__, args, kwargs)
         return original(*args, **kwargs)

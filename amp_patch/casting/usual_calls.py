@@ -63,6 +63,8 @@ PRODUCTS = frozenset(
         Tensor.__matmul__,
     }
 )
+#: Functions that add a product of two matrices, or of batches of them, to what they take first.
+SUMS = frozenset({torch.addmm, torch.baddbmm})
 #: Functions that take an equation and operands.
 CONTRACTIONS = frozenset({torch.einsum})
 #: Functions that take an activation, a state and weights: one step of a recurrent layer.
@@ -150,6 +152,42 @@ def product(
         if has_weight or below_autograd(AUTOGRAD):  # as it is in inference mode
             return general(left, right)
         return original(to_dtype(left, dtype), to_dtype(right, dtype))
+
+    return wrapper
+
+
+def added_product(
+    casts_now: CastsNow, fixed: torch.dtype | None, original: Function, general: Function
+) -> Function:
+    """Wrap one of `SUMS`, which is to cast to ``fixed``, or to the level's dtype: as a layer's."""
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        dtype = mode.dtype or process.dtype
+        if (
+            kwargs
+            or len(args) != 3
+            or dtype is OFF
+            or is_dynamo_compiling()
+            or type(args[1]) is not Tensor
+            or type(args[0]) not in _WEIGHTS
+            or type(args[2]) not in _WEIGHTS
+            or args[1].layout is not torch.strided
+            or args[2].layout is not torch.strided
+            or (casts := casts_now()) is None
+        ):
+            return general(*args, **kwargs)
+        dtype = fixed or dtype
+        cast_weight, cast = casts
+        added, left, right = args
+        if type(right) is Parameter:
+            left, right = cast(left, dtype), cast_weight(right, dtype)
+        else:
+            left, right = to_dtype(left, dtype), to_dtype(right, dtype)
+        is_weight = type(added) is Parameter
+        return original(
+            cast_weight(added, dtype) if is_weight else to_dtype(added, dtype), left, right
+        )
 
     return wrapper
 

@@ -45,6 +45,8 @@ from .usual_calls import (
     LAYERS,
     NORMS,
     PRODUCTS,
+    SUMS,
+    added_product,
     below_autograd,
     casts_by_grad,
     cell,
@@ -165,7 +167,13 @@ class Casts:
         return wrapper
 
 
-_USUAL = ((LAYERS, layer), (PRODUCTS, product), (CONTRACTIONS, contraction), (CELLS, cell))
+_USUAL = (
+    (LAYERS, layer),
+    (PRODUCTS, product),
+    (SUMS, added_product),
+    (CONTRACTIONS, contraction),
+    (CELLS, cell),
+)
 
 
 def _are_handed_on(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

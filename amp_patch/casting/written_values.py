@@ -51,6 +51,7 @@ _WRITES_TO_A_COPY = (
 )
 #: The same, of which functions have a rule where they cast.
 _RULED = ("index_put", "scatter_add")
+_NUMBERS = frozenset({bool, int, float})
 #: For each dtype those that are cast to it.
 _OTHERS: dict[Any, frozenset[torch.dtype]] = {
     dtype: frozenset(FLOATS) - {dtype} for dtype in FLOATS
@@ -80,9 +81,10 @@ def _casting(original: Function) -> Function:
         target: Any = args[0] if args else kwargs.get("input")
         found = getattr(target, "dtype", None)
         # as most often: in the tensor's own dtype
-        values = args[values_at:]
-        if kwargs:
-            values += tuple([value for value in kwargs.values() if isinstance(value, Tensor)])
+        if len(args) == 3 and values_at == -1 and not kwargs and _stays(args[2], found):
+            return original(*args)
+        named = [value for value in kwargs.values() if isinstance(value, Tensor)]
+        values = (*args[values_at:], *named)
         if len(args) > 1 and all(
             isinstance(value, Tensor) and value.dtype is found for value in values
         ):
@@ -103,6 +105,13 @@ def _casting(original: Function) -> Function:
     replacement: Any = write
     replacement.__prepare_scriptable__ = lambda: original  # TorchScript casts nothing
     return write
+
+
+def _stays(value: Any, found: torch.dtype | None) -> bool:
+    """Tell whether a value is written as it is to a tensor of a dtype."""
+    if isinstance(value, Tensor):
+        return value.dtype is found
+    return type(value) in _NUMBERS and found not in HALVES
 
 
 def _as(value: Any, dtype: torch.dtype) -> Any:

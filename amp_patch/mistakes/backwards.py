@@ -364,4 +364,11 @@ def _number(node: Any, name: str) -> float:
 
 
 def _reached_by(tensors: Any) -> Reached:
-    return functools.cache(lambda: set(map(id, leaves_of(tensors))))
+    found: list[set[int]] = []
+
+    def reached() -> set[int]:
+        if not found:
+            found.append(set(map(id, leaves_of(tensors))))
+        return found[0]
+
+    return reached  # `functools.cache`, made in each backward, takes ten times as long

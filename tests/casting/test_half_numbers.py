@@ -379,7 +379,7 @@ class Sized(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         count = x.shape[0]
-        found = self.layer(x).clamp(min=-count, max=count * 1.5 + 0.001)
+        found = self.layer(x).clamp(min=-count, max=count * 1.5 + 0.001).clamp(-count, count)
         mask = torch.full((count, count), -1e9, dtype=found.dtype).triu(1)
         return (
             torch.where(found > 0, found.masked_fill(found > 1, count), -1e9).float() + mask.sum()

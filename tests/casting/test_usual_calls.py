@@ -113,6 +113,32 @@ def test_a_product_is_that_of_the_casts(
         assert_same(run(call, tensors), expected)
 
 
+SUMS: dict[str, tuple[int, Callable[..., Tensor]]] = {
+    "addmm": (2, lambda a, b, c: torch.addmm(a, b, c)),
+    "addmm, weighted": (2, lambda a, b, c: torch.addmm(a, b, c, beta=0.5)),
+    "baddbmm": (3, lambda a, b, c: torch.baddbmm(a, b, c)),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+@shared_fixtures
+@given(kinds=st.tuples(operands, operands, operands), seed=st.integers(0, 99))
+def test_a_sum_with_a_product_is_that_of_the_casts(
+    o1: Any, name: str, kinds: tuple[tuple[str, torch.dtype], ...], seed: int
+) -> None:
+    dims, call = SUMS[name]
+    torch.manual_seed(seed)
+    batch = (2,) * (dims - 2)
+    shapes = ((3, 3), (3, 4), (4, 3))
+    tensors = [drawn(kind, *batch, *shape) for kind, shape in zip(kinds, shapes, strict=True)]
+    with o1.disable_casts():
+        expected = run(lambda *given: call(*(one.to(HALF) for one in given)), tensors)
+    model = nn.ParameterList(one for one in tensors if type(one) is nn.Parameter)
+    session.cache.add_model(model)
+    for _ in range(2):
+        assert_same(run(call, tensors), expected)
+
+
 @pytest.mark.parametrize("name", CONTRACTIONS)
 @shared_fixtures
 @given(kinds=st.lists(operands, min_size=3, max_size=3), listed=st.booleans(), seed=st.integers(0))

@@ -198,6 +198,14 @@ def test_indices_and_numbers_stay(amp: ModuleType) -> None:
     counts = torch.zeros(4, dtype=torch.int64)
     counts[AT] += 1
     assert counts.tolist() == [1, 0, 1, 1]
+    scores = torch.zeros(4, dtype=torch.float16)
+    scores[MASK] = -1e9
+    assert scores[MASK].tolist() == [-65504.0] * len(scores[MASK])
+    wide = torch.zeros(4)
+    wide[MASK] = 1e30
+    wide.index_put_((AT,), torch.ones(3, dtype=torch.float16), True)
+    assert wide[MASK].max() >= 1e29
+    assert wide.sum() >= 3.0
     assert out.tolist() == torch.tensor([0.1, 0, 0.1, 0.1]).half().tolist()
 
 

@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.autograd import Function, forward_ad
 from torch.autograd.function import FunctionCtx
 from torch.compiler import is_compiling
+from torch.nn import Parameter
 
-from amp_patch.casting.many_uses import used
+from amp_patch.casting.many_uses import in_parts, is_used_up, used
 from amp_patch.casting.mode import HALVES
 from amp_patch.casting.shared_casts import is_recorded
 
@@ -38,10 +39,15 @@ def looking_up(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if not is_compiling():
-            args, kwargs = used(args, kwargs)
         if is_bag and len(args) > _FACTORS:
             args = _of_one_dtype(*args)
+        if is_compiling():
+            return function(*args, **kwargs)
+        if args and type(args[0]) is Parameter:  # as torch's layers call it
+            if is_used_up(args[0]):
+                args, kwargs = in_parts(args, kwargs)
+        else:
+            args, kwargs = used(args, kwargs)
         if len(args) > 1 and _loses_in_half(args[0], args[1]):
             return run(function, *args, **kwargs)
         return function(*args, **kwargs)
@@ -66,13 +72,16 @@ def _of_one_dtype(weight: Any, *others: Any) -> tuple[Any, ...]:
 
 
 def _loses_in_half(weight: Any, ids: Any) -> bool:
-    if is_compiling() or not (isinstance(weight, Tensor) and isinstance(ids, Tensor)):
+    if not (isinstance(weight, Tensor) and isinstance(ids, Tensor)) or _is_tracing():
+        return False
+    count = ids.numel()
+    if count <= _FEW_OF_A_ROW:  # asked first: what follows takes longer
         return False
     if not (weight.dtype in HALVES and weight.is_cpu and weight.requires_grad):
         return False
     if not torch.is_grad_enabled() or is_recorded() or forward_ad._current_level >= 0:
         return False
-    return ids.numel() > min(_FEW, _FEW_OF_A_ROW * len(weight))
+    return count > min(_FEW, _FEW_OF_A_ROW * weight.shape[0])
 
 
 def _embedding(
@@ -161,6 +170,9 @@ def _embedding_bag(
         _place(rows, padding_idx),
     )
     return (found.to(weight.dtype), *others)
+
+
+_is_tracing = torch._C._is_tracing  # who traces would be warned of a number
 
 
 def _place(rows: Tensor, row: int | None) -> int | None:
