@@ -51,7 +51,6 @@ _WRITES_TO_A_COPY = (
 )
 #: The same, of which functions have a rule where they cast.
 _RULED = ("index_put", "scatter_add")
-_NUMBERS = frozenset({bool, int, float})
 #: For each dtype those that are cast to it.
 _OTHERS: dict[Any, frozenset[torch.dtype]] = {
     dtype: frozenset(FLOATS) - {dtype} for dtype in FLOATS
@@ -111,7 +110,7 @@ def _stays(value: Any, found: torch.dtype | None) -> bool:
     """Tell whether a value is written as it is to a tensor of a dtype."""
     if isinstance(value, Tensor):
         return value.dtype is found
-    return type(value) in _NUMBERS and found not in HALVES
+    return isinstance(value, int | float) and found not in HALVES
 
 
 def _as(value: Any, dtype: torch.dtype) -> Any:
