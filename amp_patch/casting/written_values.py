@@ -51,6 +51,7 @@ _WRITES_TO_A_COPY = (
 )
 #: The same, of which functions have a rule where they cast.
 _RULED = ("index_put", "scatter_add")
+_NUMBERS = (int, float)  # no union: torch 2.6 compiles none
 #: For each dtype those that are cast to it.
 _OTHERS: dict[Any, frozenset[torch.dtype]] = {
     dtype: frozenset(FLOATS) - {dtype} for dtype in FLOATS
@@ -110,7 +111,7 @@ def _stays(value: Any, found: torch.dtype | None) -> bool:
     """Tell whether a value is written as it is to a tensor of a dtype."""
     if isinstance(value, Tensor):
         return value.dtype is found
-    return isinstance(value, int | float) and found not in HALVES
+    return isinstance(value, _NUMBERS) and found not in HALVES
 
 
 def _as(value: Any, dtype: torch.dtype) -> Any:
