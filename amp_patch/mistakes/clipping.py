@@ -16,9 +16,12 @@ from typing import Any, NoReturn
 import torch
 import torch.nn.utils.clip_grad
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from amp_patch.distributed.norms import clip_by_norm
 from amp_patch.distributed.shards import by_mesh
+from amp_patch.kernels.torch_norms import CLIP_EPS
+from amp_patch.kernels.without_grad import without_grad
 from amp_patch.step.optimizer_backward import OptimizerBackward
 from amp_patch.step.prepared_optimizers import PreparedOptimizers
 from amp_patch.step.shown_masters import only_read
@@ -27,6 +30,7 @@ from .late_sharding import FSDP
 
 _OF_PARAMETERS = ("clip_grad_norm_", "clip_grad_norm", "clip_grad_value_", "clip_grads_with_norm_")
 _BY_NORM = ("torch.nn.utils.clip_grad_norm_()", "torch.nn.utils.clip_grad_norm()")
+_NUMBER = (int, float)
 _BY_VALUE = "torch.nn.utils.clip_grad_value_()"
 
 
@@ -62,6 +66,8 @@ def _clipping(
     call: str,
     original: Callable[..., Any],
 ) -> Callable[..., Any]:
+    clip_all = _in_few_calls(original) if call == _BY_NORM[0] else original
+
     @functools.wraps(original)
     def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
         stepped, owners = _stepped(optimizers, parameters, call)
@@ -74,7 +80,7 @@ def _clipping(
             result = None
         else:
             try:
-                result = original(stepped, *args, **kwargs)
+                result = clip_all(stepped, *args, **kwargs)
             except RuntimeError as error:
                 if owners and "non-finite" in str(error):
                     _refuse_infinite_norm(owners, error)
@@ -84,6 +90,65 @@ def _clipping(
         return result
 
     return clip
+
+
+def _in_few_calls(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return torch's ``clip_grad_norm_`` with a short way for gradients of one kind.
+
+    Torch's own takes a hundred calls of Python to find that they are.
+
+    Args:
+        original: another one, which a script has put there, stays as it is.
+    """
+    if getattr(original, "__globals__", None) is not vars(torch.nn.utils.clip_grad):
+        return original
+
+    def clip(stepped: Any, *args: Any, **kwargs: Any) -> Any:
+        norms = _norms(*args, **kwargs)
+        grads = [] if norms is None else _grads_of_one_kind(stepped)
+        if norms is None or not grads:
+            return original(stepped, *args, **kwargs)
+        return _clip_together(grads, *norms)
+
+    return clip
+
+
+def _norms(
+    max_norm: Any = None, norm_type: Any = 2.0, *others: Any, **named: Any
+) -> tuple[float, float] | None:
+    """Return what ``clip_grad_norm_`` is told of norms; None where it is told anything else."""
+    if others or named or not isinstance(max_norm, _NUMBER) or not isinstance(norm_type, _NUMBER):
+        return None
+    return float(max_norm), float(norm_type)
+
+
+def _grads_of_one_kind(stepped: Any) -> list[Tensor]:
+    """Return the gradients that ``clip_grad_norm_`` clips by one call for all; none of others.
+
+    Args:
+        stepped: what it is given.
+    """
+    if is_compiling() or not isinstance(stepped, list):
+        return []
+    grads = [grad for one in stepped if (grad := one.grad) is not None]
+    if not grads or not (grads[0].is_cpu or grads[0].is_cuda):
+        return []
+    device = grads[0].get_device()
+    for grad in grads:
+        if type(grad) is not Tensor or grad.dtype is not torch.float32 or grad.is_sparse:
+            return []
+        if grad.get_device() != device:
+            return []
+    return grads
+
+
+@without_grad
+def _clip_together(grads: list[Tensor], max_norm: float, norm_type: float) -> Tensor:
+    """Do what ``clip_grad_norm_`` does with gradients of one kind, by the same functions."""
+    norms = torch._foreach_norm(grads, norm_type)
+    total: Tensor = torch.linalg.vector_norm(torch.stack(list(norms)), norm_type)
+    torch._foreach_mul_(grads, torch.clamp(max_norm / (total + CLIP_EPS), max=1.0))
+    return total
 
 
 def _clipping_flat(
