@@ -278,7 +278,12 @@ class Session:
         on_error.callback(self.deactivate)
         torch_compile.make_tables()
         torch_sites.install(self._torch_patches, self.guard.replacements(self.passes, self.scalers))
-        data_reads.install(self._torch_patches, self._note_data_read, self._note_data_set)
+        data_reads.install(
+            self._torch_patches,
+            self._note_data_read,
+            self._note_data_set,
+            self.store.note_alias,
+        )
         self.guard.follow_imports(self._torch_patches)
         torch_compile.compile_nothing_of_ours_alone(self._torch_patches)
         torch_compile.trace_into_regions(self._torch_patches)

@@ -12,11 +12,14 @@ from torch import Tensor, nn
 
 from amp_patch.patching import Patches, resolve_in
 
+from .mode import HALVES
+
 
 def install(
     patches: Patches,
     tell_of_read: Callable[[nn.Parameter], object],
     tell_of_set: Callable[[nn.Parameter, Tensor], object],
+    tell_of_half: Callable[[], object],
 ) -> None:
     """Have these called before each ``param.data`` and ``param.data = tensor``.
 
@@ -25,6 +28,8 @@ def install(
         tell_of_read: gets the parameter, of which a view's may be read, as by ``weight[0].data``;
             must read no ``.data`` itself.
         tell_of_set: gets the parameter and the tensor; must set none.
+        tell_of_half: called where the ``.data`` of any other half tensor is read, which may be what
+            a parameter's ``detach()`` has returned.
     """
     _, name, original = resolve_in(Tensor, "data")
 
@@ -35,6 +40,8 @@ def install(
             param = tensor if isinstance(tensor, nn.Parameter) else tensor._base
             if param is not None and isinstance(param, nn.Parameter):
                 tell_of_read(param)
+            elif tensor.dtype in HALVES:
+                tell_of_half()
         value: Tensor = original.__get__(tensor)
         return value
 

@@ -7,7 +7,9 @@ tensors and who holds their memory; compares nothing.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,8 +28,7 @@ class LargeCopies:
         self.pairs = list(pairs)
         # Held, so that each look at a memory counts the same holders.
         self._storages = [copy.untyped_storage() for _, copy in pairs if _is_own(copy)]
-        self._ids = [storage._cdata for storage in self._storages]
-        self._can_tell = _CAN_COUNT and len(self._ids) == len(pairs)
+        self._can_tell = _CAN_COUNT and len(self._storages) == len(pairs)
         # Whether others held a memory at the last look: they may have written to it since.
         self._were_held = [True] * len(pairs)
         # Of each source and copy when they were equal; None where that is not known.
@@ -72,25 +73,27 @@ class LargeCopies:
     def _are_held(self) -> list[bool]:
         if not self._can_tell:
             return [True] * len(self.pairs)
-        return [_count(one) > _OWN_HOLDERS for one in self._ids]
+        return [count > _OWN_HOLDERS for count in _holders(self._storages)]
 
 
 def _is_own(copy: Tensor) -> bool:
-    """Tell whether all that writes to a copy without a version shares this process's memory."""
-    return type(copy) is Tensor and copy.is_cpu and not copy.is_shared()
+    """Tell whether torch made a copy's memory, for this process alone: else others are unknown."""
+    if type(copy) is not Tensor or not copy.is_cpu or copy.is_shared():
+        return False
+    return copy.untyped_storage().resizable()  # not so NumPy's memory, or a file's
 
 
-def _count(storage_id: int) -> int:
-    """Return how many hold a memory, as torch counts them."""
-    return int(torch._C._storage_Use_Count(storage_id))
+def _holders(storages: Sequence[torch.UntypedStorage]) -> list[int]:
+    """Return how many hold each memory: tensors, and objects of Python, of which there is one."""
+    count: Any = torch._C._storage_Use_Count
+    return [count(one._cdata) + sys.getrefcount(one) for one in storages]
 
 
 def _own_holders() -> int:
     """Return what is counted of a memory that a tensor holds, and a pair of `LargeCopies`."""
     tensor = torch.empty(1, device="cpu")
     copy = tensor.detach()
-    storage = copy.untyped_storage()
-    return _count(storage._cdata)
+    return _holders([copy.untyped_storage()])[0]
 
 
 _CAN_COUNT = hasattr(torch._C, "_storage_Use_Count")

@@ -53,7 +53,7 @@ class FP32Values:
         handed_out: what state dicts have got since the models were used.
         writes: how often each half parameter was written to without a version, by its id.
         moves: how often any was given other memory.
-        data_reads: how often a script has read, or set, the ``.data`` of a half parameter.
+        data_reads: how often a script has read, or set, the ``.data`` of a half tensor.
         sums: see `UnseenWrites`.
     """
 
@@ -100,6 +100,10 @@ class FP32Values:
     def doubt(self, param: Tensor) -> None:
         """A script is about to read a half parameter's ``.data``, to which it may write."""
         self._alike.doubt(param)
+        self.data_reads += 1
+
+    def note_alias(self) -> None:
+        """A script is about to read the ``.data`` of what may be in a half parameter's memory."""
         self.data_reads += 1
 
     def note_set(self, param: Tensor, new: Tensor) -> None:

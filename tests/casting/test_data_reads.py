@@ -198,7 +198,12 @@ def test_only_parameters_and_their_views_are_told_of() -> None:
     with contextlib.ExitStack() as undo:
         patches = Patches()
         undo.callback(patches.undo)
-        data_reads.install(patches, told.append, lambda param, new: told.append((param, new)))
+        data_reads.install(
+            patches,
+            told.append,
+            lambda param, new: told.append((param, new)),
+            lambda: told.append("half"),
+        )
         for plain in (other, other[0], torch.ones(2).as_subclass(Named), (weight * 2)[0]):
             plain.data.zero_()
             plain.data = plain.data.clone()
@@ -212,6 +217,8 @@ def test_only_parameters_and_their_views_are_told_of() -> None:
         weight.data = other
         assert told[3][0] is weight
         assert told[3][1] is other
+        weight.detach().bfloat16().data.zero_()
+        assert told[4:] == ["half"]
     assert weight.tolist() == [[0.0, 0.0], [0.0, 0.0]]
 
 

@@ -61,7 +61,11 @@ HOLDERS: dict[str, Callable[[Tensor], Any]] = {
     "numpy": lambda copy: copy.numpy(),
     "bits in numpy": lambda copy: copy.view(torch.int16).numpy(),
     "dlpack": lambda copy: np.from_dlpack(copy.detach()),
-    "storage": lambda copy: torch.empty(0, dtype=copy.dtype).set_(copy.untyped_storage()),
+    "storage": lambda copy: copy.untyped_storage(),
+    "typed storage": lambda copy: copy._typed_storage(),
+    "a tensor of the storage": lambda copy: torch.empty(0, dtype=copy.dtype).set_(
+        copy.untyped_storage()
+    ),
     "another's data": lambda copy: setattr(other := torch.zeros(8).half(), "data", copy) or other,
 }
 
@@ -89,6 +93,16 @@ def test_a_graph_that_is_gone_holds_nothing() -> None:
 
 def test_memory_of_several_processes_is_always_compared() -> None:
     source, copy = torch.randn(8), torch.randn(8).half().share_memory_()
+    large = LargeCopies([(source.detach(), copy.detach())])
+    large.note_equal()
+    assert [looked_at(large), looked_at(large)] == [[(0, False)]] * 2
+
+
+@pytest.mark.parametrize("make", [torch.from_numpy, torch.from_dlpack, torch.frombuffer])
+def test_memory_that_torch_has_not_made_is_always_compared(make: Callable[[Any], Tensor]) -> None:
+    memory = np.zeros(8, dtype=np.int16)
+    options = {"dtype": torch.int16} if make is torch.frombuffer else {}
+    source, copy = torch.zeros(8), make(memory, **options).view(torch.float16)
     large = LargeCopies([(source.detach(), copy.detach())])
     large.note_equal()
     assert [looked_at(large), looked_at(large)] == [[(0, False)]] * 2

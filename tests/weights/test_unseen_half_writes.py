@@ -141,6 +141,8 @@ ACTS: dict[str, Callable[[nn.Linear, Kept], Any]] = {
     "load": lambda model, kept: model.load_state_dict(
         {name: torch.full_like(value, 0.75) for name, value in model.state_dict().items()}
     ),
+    "write to data of what is detached": lambda model, kept: model.weight.detach().data.mul_(0.5),
+    "write to data of a row": lambda model, kept: model.weight[0].data.zero_(),
     "bias": lambda model, kept: model.bias.data.zero_(),
 }
 PROGRAMS = st.lists(st.lists(st.sampled_from(sorted(ACTS)), max_size=4), min_size=1, max_size=6)
