@@ -7,7 +7,9 @@ own weight, with which all of the model's weights are cast. Knows nothing of cas
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from amp_patch.patching import Patches, resolve_in
@@ -32,22 +34,52 @@ def install(
             a parameter's ``detach()`` has returned.
     """
     _, name, original = resolve_in(Tensor, "data")
+    patches.replace(Tensor, name, _TellingData(original, tell_of_read, tell_of_set, tell_of_half))
 
-    def read(tensor: Tensor) -> Tensor:
-        if type(tensor) is nn.Parameter:  # to ask for an instance takes torch a call of Python
-            tell_of_read(tensor)
+
+class _TellingData:
+    """Stands for ``Tensor.data``; arguments are those of `install`, and torch's own."""
+
+    def __init__(
+        self,
+        original: Any,
+        tell_of_read: Callable[[Any], object],
+        tell_of_set: Callable[[Any, Tensor], object],
+        tell_of_half: Callable[[], object],
+    ) -> None:
+        self._original, self._get = original, original.__get__
+        self._tell_of_read, self._tell_of_set = tell_of_read, tell_of_set
+        self._tell_of_half = tell_of_half
+
+    def __get__(self, tensor: Any, owner: Any = None) -> Any:
+        # Classes are told by `type`: for isinstance of a parameter torch has a function of Python.
+        kind = type(tensor)
+        if kind is Tensor:
+            self._look_at(tensor)
+        elif tensor is None:  # of the class: it stands in tables of functions
+            return self._original
+        elif nn.Parameter in kind.__mro__:
+            self._tell_of_read(tensor)
+        return self._get(tensor)
+
+    def __set__(self, tensor: Any, value: Tensor) -> None:
+        if nn.Parameter in type(tensor).__mro__:
+            self._tell_of_set(tensor, value)
+        self._original.__set__(tensor, value)
+
+    def __delete__(self, tensor: Any) -> None:
+        self._original.__delete__(tensor)
+
+    def _look_at(self, tensor: Tensor) -> None:
+        if _count_modes():  # which are to see one read, as without amp_patch
+            with torch._C.DisableTorchFunction():
+                base, dtype = tensor._base, tensor.dtype
         else:
-            param = tensor if isinstance(tensor, nn.Parameter) else tensor._base
-            if param is not None and isinstance(param, nn.Parameter):
-                tell_of_read(param)
-            elif tensor.dtype in HALVES:
-                tell_of_half()
-        value: Tensor = original.__get__(tensor)
-        return value
+            base, dtype = tensor._base, tensor.dtype
+        if base is not None and nn.Parameter in type(base).__mro__:
+            self._tell_of_read(base)
+        elif dtype in HALVES:
+            self._tell_of_half()
 
-    def set_to(tensor: Tensor, value: Tensor) -> None:
-        if isinstance(tensor, nn.Parameter):
-            tell_of_set(tensor, value)
-        original.__set__(tensor, value)
 
-    patches.replace(Tensor, name, property(read, set_to, doc=original.__doc__))
+_count_modes = torch._C._len_torch_function_stack

@@ -11,6 +11,7 @@ import sys
 
 from torch.nn import Parameter
 
+from amp_patch.distributed.process_groups import is_on
 from amp_patch.early_looks import WATCHED
 
 from .fp32_values import FP32Values
@@ -37,7 +38,7 @@ class UnseenHalfWrites:
         """
         before, self._reads = self._reads, self._values.data_reads
         self._was_told = self._reads != before
-        if self._steps_left > 0 or self._was_told:
+        if self._steps_left > 0 or self._was_told or is_on():  # collectives move no version
             return True
         # Of others, as the shards of a DTensor, nobody learns that their ``.data`` is read.
         return any(type(param) is not Parameter for param in self._pairs.params)

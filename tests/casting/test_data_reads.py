@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode, resolve_name
 
 from amp_patch import amp as core
 from amp_patch.casting import data_reads
@@ -230,3 +231,40 @@ def test_a_compiled_function_may_read_and_write_it(amp: ModuleType) -> None:
     amp.initialize(layer, opt_level="O1", verbosity=0)
     compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(layer, x), function(layer, x))
+
+
+class Seen(TorchFunctionMode):
+    """Notes by its name what is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str | None] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(resolve_name(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("tensor", [torch.ones(3), torch.ones(3, dtype=torch.float16)[1:]])
+def test_a_mode_sees_one_read_under_torchs_own_name(amp: ModuleType, tensor: Tensor) -> None:
+    amp.initialize(nn.Linear(2, 2), opt_level="O2", verbosity=0)
+    with Seen() as seen:
+        assert tensor.data.tolist() == tensor.tolist()
+    assert seen.names[0] == "torch.Tensor.data.__get__"
+    assert seen.names.count("torch.Tensor._base.__get__") == 0
+
+
+def test_a_class_that_answers_for_itself_is_asked_for_nothing_else(amp: ModuleType) -> None:
+    amp.initialize(nn.Linear(2, 2), opt_level="O1", verbosity=0)
+    table = {Tensor.data.__get__: lambda tensor: "its own"}
+
+    class Strict(Tensor):
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            return table[func](*args) if func in table else NotImplemented
+
+    assert torch.ones(3).as_subclass(Strict).data == "its own"
+    with pytest.raises(RuntimeError):
+        del nn.Parameter(torch.ones(2)).data

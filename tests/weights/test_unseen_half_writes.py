@@ -216,3 +216,12 @@ def test_what_is_written_to_the_data_of_given_masters_reaches_the_weights(
     expected = torch.full((3, 4), 0.75 if is_skipped else 0.5)
     assert torch.equal(model.weight.float(), expected)
     assert torch.equal(copies(model)["weight"], expected)
+
+
+def test_among_several_processes_all_are_compared_in_each_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What one sends to others moves no version of theirs."""
+    writes, _ = after_watching()
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    assert writes.may_be_any()
