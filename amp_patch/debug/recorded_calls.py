@@ -27,8 +27,8 @@ from .saved_state import CallState, Name, RandomState
 class Call:
     """One call of a model.
 
-    It belongs to its graph: the hooks of the outputs hold it, and it goes when the graph goes. The
-    last call of each model is kept until a step is made.
+    It belongs to its graph: the hooks of the outputs hold it, and it goes when the graph goes. Of
+    each model the last call is kept until a step is made, and the first that was not finite.
 
     Attributes:
         model: held weakly.
@@ -39,6 +39,7 @@ class Call:
         casts_off: whether ``disable_casts`` was around it.
         grads: the gradients that arrived, by the number of the pass and that of the output.
         kinds: which numbers in the outputs were not finite.
+        first_pass: the number of the first backward pass that has begun after it.
         weights: what ``torch.func.functional_call`` put in the place of parameters, by name.
     """
 
@@ -53,6 +54,7 @@ class Call:
         self.casts_off = mode.off and mode.region is None
         self.grads: dict[int, dict[int, Tensor]] = {}
         self.kinds: set[str] = set()
+        self.first_pass = 0
         self.weights = {
             name: param.detach().requires_grad_(param.requires_grad)  # autograd keeps it as it is
             for name, param in model.named_parameters()
@@ -80,13 +82,17 @@ class RecordedCalls:
             weakref.WeakKeyDictionary()
         )
         self._last: weakref.WeakKeyDictionary[nn.Module, Call] = weakref.WeakKeyDictionary()
+        self._not_finite: weakref.WeakKeyDictionary[nn.Module, Call] = weakref.WeakKeyDictionary()
         self._count = 0
+        self._first_pass = 1  # of this step
 
     def forget(self) -> None:
         """The step is over: its gradients are used up, and no forward of this thread runs."""
         self.reached.clear()
         self._open.calls.clear()  # what Ctrl-C has ended, in a notebook
         self._last.clear()
+        self._not_finite.clear()
+        self._first_pass = self.passes + 1
 
     def of_pass(self, number: int) -> list[Call]:
         """Return the calls that a pass has reached, the earliest first."""
@@ -94,8 +100,16 @@ class RecordedCalls:
         return sorted(calls, key=lambda call: self._order[call])
 
     def kept(self) -> list[Call]:
-        """Return all calls that are kept, in the order in which they ended."""
-        return sorted(self._order, key=self._order.__getitem__)
+        """Return the calls that are kept, in the order in which they ended.
+
+        Left out are those of a backward of an earlier step, whose graph a script holds by its loss.
+        """
+        calls = [
+            call
+            for call in self._order
+            if max(call.grads, default=self._first_pass) >= self._first_pass
+        ]
+        return sorted(calls, key=self._order.__getitem__)
 
     def made(self, node: Any) -> bool:
         """Return whether a node of an autograd graph was made inside of a recorded call."""
@@ -104,9 +118,7 @@ class RecordedCalls:
 
     def before(self, model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         """A model's forward begins."""
-        if self.is_off or torch.is_inference_mode_enabled():  # whose tensors have no second run
-            return
-        if getattr(model, "_is_replica", False):
+        if self.is_off or getattr(model, "_is_replica", False):
             return
         param = next(model.parameters(), None)
         is_captured = param is not None and captures.are_made(param.device)
@@ -116,7 +128,8 @@ class RecordedCalls:
             return
         names = self._changing.get(model)  # its first call shows what a forward changes
         self._open.first_node = next_node()
-        self._open.calls.append((model, Call(model, args, kwargs, names)))
+        with torch.inference_mode(False):  # copies that autograd may see in a second run
+            self._open.calls.append((model, Call(model, args, kwargs, names)))
 
     def after(self, model: nn.Module, outputs: Any) -> None:
         """The forward has ended; without outputs where it raised."""
@@ -129,10 +142,7 @@ class RecordedCalls:
             return
         if call is None or outputs is None:
             return
-        call.kinds = kinds_in(tensors_in(outputs))
-        self._count += 1
-        self._order[call] = self._count
-        self._last[model] = call  # also where no graph holds it: under no_grad(), or detached
+        self._keep(model, call, outputs)
         if not torch.is_grad_enabled():
             return
         self._ranges.append((self._open.first_node, next_node()))
@@ -141,6 +151,16 @@ class RecordedCalls:
         for index, output in enumerate(tensors_in(outputs)):
             if output.requires_grad and output.grad_fn is not None:
                 output.register_hook(_Arrival(self, call, index))
+
+    def _keep(self, model: nn.Module, call: Call, outputs: Any) -> None:
+        """Keep a call also where no graph holds it: under ``no_grad()``, or detached."""
+        call.kinds = kinds_in(tensors_in(outputs))
+        call.first_pass = self.passes + 1
+        self._count += 1
+        self._order[call] = self._count
+        self._last[model] = call
+        if call.kinds:
+            self._not_finite.setdefault(model, call)
 
     def arrived(self, call: Call, index: int, grad: Tensor) -> None:
         """A gradient has reached an output."""

@@ -6,7 +6,7 @@ Knows nothing of when that is done, which is the tracer's.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -80,13 +80,25 @@ class Search:
         """Return the cause where the outputs of the models are finite, and the loss is not."""
         spoiled = self._watch.spoiled_by
         if spoiled is None:
-            return self._kept_inside() or self._of_loss(loss, note=self._unseen())
+            found = self._kept_inside() or self._without_graph()
+            return found or self._of_loss(loss, note=self._unseen())
+        is_given = any(one.kinds for one in spoiled.saved)
+        if is_given and (found := self._without_graph()) is not None:
+            return found
         note = f"The first place that shows it is `{spoiled.operator}`, of these. {self._unseen()}"
         # NaN was not made of a number that is 0
         is_nan = any("NaN" in one.kinds for one in spoiled.saved)
         rounded = {} if is_nan else self._rounded(spoiled.argument)
         operator, ranges, note = spoiled.operator, spoiled.saved, note.strip()
         return self._of_loss(loss, operands=ranges, note=note, spoiled_by=operator, **rounded)
+
+    def _without_graph(self) -> Cause | None:
+        """Return the cause in a model whose result the loss has without gradients, as a target.
+
+        A teacher's, that of DQN's target network, the features of a perceptual loss.
+        """
+        calls = (one for one in self._kept if one.first_pass <= self._number)
+        return self._first_of(calls, "The loss was given it, or what was made of it.")
 
     def _rounded(self, argument: Given | None) -> dict[str, Any]:
         """Return the first model whose outputs half has rounded to 0, 1 or -1; {} for none.
@@ -153,18 +165,34 @@ class Search:
         )
 
     def _handed_on(self, call: Call, found: Cause) -> Cause | None:
-        """Return the cause in the first model of the step that made inf or NaN before this call.
+        """Return the cause in the first call of the step that returned inf or NaN before this one.
 
-        A GAN's critic is given what the generator made without gradients, or detached.
+        A GAN's critic is given what the generator made without gradients, or detached; a model that
+        conditions on its own guess has made that itself.
         """
-        for earlier in itertools.takewhile(lambda one: one is not call, self._kept):
-            if earlier.model() is call.model():
+        calls = itertools.takewhile(lambda one: one is not call, self._kept)
+        return self._first_of(calls, f"{found.model} was given it, or what was made of it.")
+
+    def _first_of(self, calls: Iterable[Call], note: str) -> Cause | None:
+        """Return the cause in the first call that returned inf or NaN and that no gradient reached.
+
+        Args:
+            calls: the earliest first.
+            note: what became of what it returned.
+        """
+        for call in calls:
+            if not call.kinds or call in self._calls:
                 continue
-            one = Rerun(earlier)
-            origin = one.forward()
+            one = Rerun(call)
+            try:
+                origin = one.forward()
+            except RuntimeError as error:  # a tensor of inference mode, that the model has kept
+                if "inference" not in str(error).lower():
+                    raise
+                continue
             if origin is not None:
-                cause = _in_model(one, origin, self._scale, mend(earlier, origin, None))
-                return replace(cause, note=f"{found.model} was given it, or what was made of it.")
+                cause = _in_model(one, origin, self._scale, mend(call, origin, None))
+                return replace(cause, note=note)
         return None
 
     def _in_loss(self, found: LossStep) -> Cause | None:
@@ -175,6 +203,8 @@ class Search:
             largest = _peak(self._watch.loss)
             is_large = largest * self._scale > torch.finfo(torch.float32).max
             rounded = {} if is_large else self._rounded(found.argument)
+            if not is_large and not rounded and (cause := self._without_graph()) is not None:
+                return cause
             operands = (*self._watch.loss, *found.given) if is_large else found.given
             return self._of_loss(
                 result, operator=found.operator, operands=operands, is_large=is_large, **rounded
