@@ -240,9 +240,16 @@ def _on_what_is_seen(cause: Facts, in_float: str) -> str:
             f"{look}or at what the model returns: the loss is computed in float32, of numbers that "
             "were rounded to half. Train at O0 to see whether it is finite there."
         )
+    if not cause.casts_functions:
+        return (
+            f"{look}precision has no part in it, for it is computed in float32, unless a model in "
+            "half, or a cast of the script's, has made what has no gradients (targets, rewards, "
+            "weights)."
+        )
     return (
-        f"{look}precision has no part in it, for it is computed in float32, unless the script "
-        "casts what it makes without gradients (targets, rewards, weights) to half."
+        f"{look}it is computed in float32, but for what is made without gradients (targets of a "
+        f"teacher, rewards, weights): {cause.level} casts functions there, too, also in a model "
+        "that nobody initialized. Where there is such, compute it in `with amp.float_region():`."
     )
 
 

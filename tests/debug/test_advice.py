@@ -199,7 +199,7 @@ def test_targets_that_the_script_makes_in_half_are_named_as_what_may_be_to_blame
     train(amp, model, optimizer, lambda outputs: square(outputs.float() - rewards))
     cause = the_cause(amp)
     assert cause.where == "loss"
-    assert "unless the script casts what it makes without gradients" in cause.advice()
+    assert "or a cast of the script's, has made what has no gradients" in cause.advice()
 
 
 def test_what_two_steps_need_is_the_wider_module_around() -> None:

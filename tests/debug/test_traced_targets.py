@@ -159,3 +159,16 @@ def test_a_model_that_is_given_its_own_guess_has_the_cause_of_that(amp) -> None:
     cause = the_cause(amp)
     assert (cause.where, cause.module, cause.operator) == ("forward", "proj", "cast")
     assert "was given it, or what was made of it" in cause.note
+
+
+def test_a_level_that_casts_functions_is_said_to_do_so_without_gradients_as_well(amp) -> None:
+    teacher = around(Scores())  # that nobody has initialized
+    model, optimizer = prepared(amp, around(nn.Tanh()), "O1")
+
+    def loss_of(outputs: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = teacher(torch.ones(4, WIDTH))
+        return square(outputs.float() - target.float())
+
+    train(amp, model, optimizer, loss_of)
+    assert "O1 casts functions there, too" in the_cause(amp).advice()
