@@ -18,11 +18,14 @@ from amp_patch.casting.mode import HALVES
 from .places import readable
 from .ranges import Range, can_look, largest_scale, numbers_of, ranges_of
 from .undefined import Given, given_to, is_unpacked, saved_by, saved_names, spoils
+from .watch import Counts
 
 #: Nodes that are looked at: the graph of a loss has a few; more is a model that nobody initialized.
 _MOST_NODES = 500
 #: The default floor of a dynamic loss scale.
 _SMALLEST_SCALE = 2.0**-24
+#: The smallest number of float16 above 0.
+_SMALLEST = 2.0**-24
 #: Operators that compute nothing, on the outputs of a model in half.
 _MOVING = {
     *("alias", "as_strided", "cat", "clone", "diagonal", "expand", "flip", "gather", "index"),
@@ -77,6 +80,7 @@ class LossWatch:
         loss: the loss's range.
         found: what was not finite first; None where all was.
         in_half: an operator whose result is in half, "" for none.
+        counts: of the gradients that come to the models in float16 from float32.
         spoiled_by: of a loss that is not finite, see `Spoiled`; None where no operator shows it.
     """
 
@@ -85,6 +89,7 @@ class LossWatch:
         self.scale = scale
         self.found: LossStep | None = None
         self.in_half = ""
+        self.counts = Counts()
         waiting: list[Any] = [loss.grad_fn]
         seen: set[Any] = set()
         while waiting and len(seen) < _MOST_NODES:
@@ -123,13 +128,37 @@ class _Look:
         self._watch, self._operator = watch, operator
 
     def __call__(self, made: tuple[Any, ...], given: tuple[Any, ...]) -> None:
-        if self._watch.found is not None or are_finite(made) or not are_finite(given):
+        if self._watch.found is not None:
+            return
+        if are_finite(made):
+            self._count(made, given)
+        if are_finite(made) or not are_finite(given):
             return
         ranges = ranges_of(enumerate_as("gradient", given)), ranges_of(enumerate_as("result", made))
         other_scales = self._at_other_scales(made, given)
         node = torch._C._current_autograd_node()
         argument = None if node is None else given_to(node)
         self._watch.found = LossStep(self._operator, *ranges, *other_scales, argument)
+
+    @torch.no_grad()
+    def _count(self, made: tuple[Any, ...], given: tuple[Any, ...]) -> None:
+        """Count what becomes 0 where a gradient of float32 is cast to float16."""
+        node: Any = torch._C._current_autograd_node()
+        for index, (one, (following, place)) in enumerate(
+            zip(made, node.next_functions, strict=False)
+        ):
+            if following is None or not can_look(one) or one.is_sparse or one.is_complex():
+                continue
+            wide = one
+            if one.dtype is torch.float16:
+                wide = given[0] if self._operator == "cast" else _wide(one, index, given)
+            elif following._input_metadata[place].dtype is not torch.float16:
+                continue  # else the engine casts it
+            if wide is not None:
+                half = wide.to(torch.float16)
+                self._watch.counts.grads += half.numel()
+                self._watch.counts.nonzero += int(half.count_nonzero())
+                self._watch.counts.add_cast(wide, half)
 
     @torch.no_grad()
     def _at_other_scales(
@@ -148,6 +177,24 @@ class _Look:
                 fits = largest_scale(peak / scale) if peak else None
                 return fits, tuple(halves) if are_wide and scale == 1.0 else ()
         return None, ()
+
+
+def _wide(half: Tensor, index: int, given: tuple[Any, ...]) -> Tensor | None:
+    """Return a gradient as it was before the node whose hook runs has rounded it to float16.
+
+    None where it was given half ones, or is not asked. It makes the gradient again, of larger ones.
+
+    Args:
+        half: the gradient.
+        index: of the gradient among those that the node has made.
+        given: to the node.
+    """
+    if any(not can_look(one) or one.dtype in HALVES for one in given):
+        return None
+    largest = max(half.abs().max().item(), _SMALLEST)
+    factor = largest_scale(largest)
+    again = _made_again([one * factor for one in given])
+    return again[index].float() / factor if index < len(again) else None
 
 
 def _is_half(tensor: Tensor) -> bool:

@@ -55,11 +55,13 @@ class LastPass(NamedTuple):
         number: of the pass.
         scale: of its loss.
         calls: that it reached, each with its model.
+        of_loss: its gradients outside of the models.
     """
 
     number: int
     scale: float
     calls: Sequence[tuple[Call, nn.Module]]
+    of_loss: Counts
 
 
 @dataclass
@@ -67,10 +69,12 @@ class Survey:
     """What a pass shows that overflowed nothing.
 
     Attributes:
+        of_loss: counts of the gradients outside of the models.
         counts: of the modules near the limits of float16, by path.
         hidden: what in a forward left the finite range, and no gradient shows.
     """
 
+    of_loss: Counts
     counts: dict[str, Counts] = field(default_factory=dict)
     hidden: list[Cause] = field(default_factory=list)
 
@@ -184,15 +188,14 @@ class Tracer(StepObserver):
 
     def last_pass(self) -> LastPass:
         """Return the calls whose outputs the last backward pass of this step has reached."""
-        number, scale = self.passes[-1][:2] if self.passes else (0, 1.0)
+        number, scale, watch = self.passes[-1] if self.passes else (0, 1.0, None)
         calls = [(call, call.model()) for call in self.recorded.of_pass(number)]
-        return LastPass(
-            number, scale, [(call, model) for call, model in calls if model is not None]
-        )
+        kept = [(call, model) for call, model in calls if model is not None]
+        return LastPass(number, scale, kept, Counts() if watch is None else watch.counts)
 
     def survey(self, last: LastPass) -> Survey:
         """Run calls again, with the weights of now; return which modules are near limits."""
-        found = Survey()
+        found = Survey(last.of_loss)
         with self._looking([call for call, model in last.calls if not _sends(model)]) as calls:
             for call in calls:
                 one = Rerun(call)

@@ -105,6 +105,8 @@ class Counts:
         grads: those of backward.
         flushed: of these, not zero in float32 and zero when they were cast to float16.
         subnormal: of these, so small that float16 has fewer digits for them.
+        nonzero: of those of backward, the others that are not 0.
+        cast, lost: the sums of the magnitudes that were cast to float16, and of those flushed.
     """
 
     values: int = 0
@@ -113,6 +115,25 @@ class Counts:
     grads: int = 0
     flushed: int = 0
     subnormal: int = 0
+    nonzero: int = 0
+    cast: float = 0.0
+    lost: float = 0.0
+
+    @property
+    def are_lost(self) -> bool:
+        """Whether most gradients are 0 for want of range, and not the smallest of them alone.
+
+        Those of a classifier that is sure of most classes are, and it trains.
+        """
+        return self.flushed > self.nonzero and 2.0 * self.lost > self.cast
+
+    def add_cast(self, given: Tensor, made: Tensor) -> None:
+        """Count what a cast to float16 has made 0."""
+        is_flushed = (given != 0) & (made == 0)
+        magnitudes = given.detach().abs().double().nan_to_num(0.0, 0.0)
+        self.flushed += int(is_flushed.sum())
+        self.cast += magnitudes.sum().item()
+        self.lost += magnitudes[is_flushed].sum().item()
 
 
 @dataclass
@@ -299,6 +320,7 @@ class Watch(TorchDispatchMode):
             counts.subnormal += int(((finite > 0) & (finite < SMALLEST_NORMAL)).sum())
             # a view may be of what the forward has saved, which no scale multiplies
             if len(finite) and not is_view:
+                counts.nonzero += int(finite.count_nonzero())
                 self._watched.peak = max(self._watched.peak, finite.max().item())
         else:
             counts.beyond += int((~is_finite & (output.detach() != -math.inf)).sum())
@@ -311,7 +333,7 @@ class Watch(TorchDispatchMode):
             return
         if given.shape == made.shape:
             counts = self._watched.counts.setdefault(place.module, Counts())
-            counts.flushed += int(((given != 0) & (made == 0)).sum())
+            counts.add_cast(given, made)
             largest = given.detach().abs().amax().item()
             if math.isfinite(largest):
                 self._watched.peak = max(self._watched.peak, largest)

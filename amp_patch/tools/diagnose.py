@@ -68,9 +68,10 @@ _ALSO_IN_FP32 = (
     "precision is not to blame."
 )
 _FLUSHED = (
-    "At a loss scale of {scale:g} most gradients of a module above are 0 in float16, and what has "
-    "them does not train. Call amp.initialize(..., loss_scale='dynamic'), whose scale doubles "
-    "after each 2000 finite steps, from init_scale on; or take O4 or O5, whose bfloat16 holds them."
+    "At a loss scale of {scale:g} most gradients of a module or loss above are 0 in float16, and "
+    "what has them does not train. Call amp.initialize(..., loss_scale='dynamic'), whose scale "
+    "doubles after each 2000 finite steps, from init_scale on; or take O4 or O5, whose bfloat16 "
+    "holds them."
 )
 
 
@@ -113,7 +114,7 @@ def report(found: dict[str, Any], script: Sequence[str]) -> str:
         script,
     )
     lines += _infinite_state(found["infinite_state"])
-    lines += _near_limits(found["near_limits"])
+    lines += _near_limits(found["near_limits"], found["near_limits_of_loss"])
     if found["flushed_at"] is not None:
         lines += ["", _FLUSHED.format(scale=found["flushed_at"])]
     if any(one["beyond"] for one in found["near_limits"].values()) and not overflows + len(hidden):
@@ -168,11 +169,14 @@ def _infinite_state(counted: dict[str, int]) -> list[str]:
     ]
 
 
-def _near_limits(counted: dict[str, Any]) -> list[str]:
-    """Return lines on the modules whose values came near the limits of float16."""
-    if not counted:
+def _near_limits(counted: dict[str, Any], of_loss: dict[str, Any] | None) -> list[str]:
+    """Return lines on the modules, and the loss, whose values came near the limits of float16."""
+    named = {f"`{name}`" if name else "the model itself": one for name, one in counted.items()}
+    if of_loss is not None:
+        named = {"the loss, outside of the model": of_loss, **named}
+    if not named:
         return []
-    near = [f"  {_near(name, one)}" for name, one in counted.items()]
+    near = [f"  {_near(name, one)}" for name, one in named.items()]
     more = len(near) - _MOST_LINES
     rest = [f"  and {more} module{'s' * (more > 1)} with fewer"] if more > 0 else []
     return ["", "Near the limits of float16 in the last step:", *near[:_MOST_LINES], *rest]
@@ -189,4 +193,4 @@ def _near(name: str, counts: dict[str, int]) -> str:
         )
         if counts[key]
     ]
-    return f"`{name}`: {', '.join(words)}" if name else f"the model itself: {', '.join(words)}"
+    return f"{name}: {', '.join(words)}"

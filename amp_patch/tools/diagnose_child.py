@@ -40,6 +40,7 @@ class DiagnoseRecorder(StepObserver):
         self._first: dict[Hashable, int] = {}  # cause -> the step that it first came up in
         self._last: dict[Optimizer, LastPass] = {}
         self._near_limits: dict[str, Any] = {}
+        self._of_loss: dict[str, Any] | None = None
         self._hidden: dict[Hashable, dict[str, Any]] = {}
         self._infinite_state: Counter[str] = Counter()
         self._flushed_at: float | None = None
@@ -89,10 +90,12 @@ class DiagnoseRecorder(StepObserver):
             with contextlib.suppress(Exception):
                 self._infinite_state += _infinite_state(optimizer)
                 found = tracer.survey(one)
+                if found.of_loss.flushed:
+                    self._of_loss = dataclasses.asdict(found.of_loss)
                 for name, counts in found.counts.items():
                     self._near_limits[name] = dataclasses.asdict(counts)
-                    if 2 * counts.flushed > counts.grads:
-                        self._flushed_at = one.scale
+                if any(counts.are_lost for counts in (found.of_loss, *found.counts.values())):
+                    self._flushed_at = one.scale
                 for cause in found.hidden:
                     self._hidden[cause.key] = {**cause.to_json(), "text": str(cause)}
 
@@ -112,6 +115,7 @@ class DiagnoseRecorder(StepObserver):
         found |= {"overflows": self._overflows, "causes": self._causes}
         found |= {"near_limits": self._near_limits, "hidden": list(self._hidden.values())}
         found |= {"infinite_state": self._infinite_state, "flushed_at": self._flushed_at}
+        found |= {"near_limits_of_loss": self._of_loss}
         self._lines.write(found)
 
 

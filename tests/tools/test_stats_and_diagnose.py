@@ -274,6 +274,7 @@ def a_report(**found: Any) -> dict[str, Any]:
     nothing = {"steps": 4, "overflowed_steps": 0, "overflows": 0, "causes": []}
     nothing |= {"was_ended": False, "uncleared_steps": 0}
     empty = {"near_limits": {}, "hidden": [], "infinite_state": {}, "flushed_at": None}
+    empty |= {"near_limits_of_loss": None}
     return {**nothing, **empty, **found}
 
 
@@ -347,25 +348,86 @@ def test_squares_of_gradients_that_half_cannot_hold_are_told(level: str) -> None
     assert ("Take O2 or O5" in result.output) is (level == "O3")
 
 
+LOST = "above are 0 in float16"
+LOSSES = {
+    "cast by the level": "F.cross_entropy(model(x), y)",
+    "cast by the engine": "(model(x) * torch.ones(4, 2)).sum()",
+    "cast by its operator": "model(x).log_softmax(-1, dtype=torch.float32)[:, 0].mean()",
+}
+
+
+def diagnosed(script: str) -> str:
+    Path("train.py").write_text(textwrap.dedent(script))
+    return CliRunner().invoke(main, ["diagnose", "--", "train.py"], prog_name="amp-patch").output
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("scale", [1.0, "dynamic"])
-def test_a_scale_too_small_for_any_gradient_is_told(scale: object) -> None:
-    script = f"""
+def test_a_scale_too_small_for_any_gradient_is_told(scale: object, loss: str, level: str) -> None:
+    # at O1 what makes them 0 is outside of the model, and at O2 inside
+    output = diagnosed(
+        f"""
         import torch
+        import torch.nn.functional as F
         from amp_patch import amp
 
         model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 2))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        model, optimizer = amp.initialize(model, optimizer, opt_level="O2", loss_scale={scale!r})
+        model, optimizer = amp.initialize(model, optimizer, opt_level={level!r}, loss_scale={scale})
+        x, y = torch.ones(4, 8), torch.zeros(4, dtype=torch.long)
         for _ in range(2):
-            loss = torch.nn.functional.mse_loss(model(torch.ones(4, 8)), torch.zeros(4, 2)) * 1e-7
+            loss = {LOSSES[loss]} * 1e-8
             with amp.scale_loss(loss, optimizer) as scaled:
                 scaled.backward()
             optimizer.step()
             optimizer.zero_grad()
-    """
-    Path("train.py").write_text(textwrap.dedent(script))
-    result = CliRunner().invoke(main, ["diagnose", "--", "train.py"], prog_name="amp-patch")
-    assert ("At a loss scale of 1 most gradients" in result.output) == (scale == 1.0)
+    """.replace("=dynamic", "='dynamic'")
+    )
+    assert ("At a loss scale of 1 most gradients" in output) == (scale == 1.0)
+    where = "the loss, outside of the model" if level == "O1" else "the model itself"
+    assert (f"  {where}: 8 of 8 gradients flushed to zero" in output) == (scale == 1.0)
+
+
+def test_a_scale_too_small_for_a_model_in_one_module_with_its_loss_is_told() -> None:
+    output = diagnosed("""
+        import torch
+        from amp_patch import amp
+
+        class Model(torch.nn.Linear):
+            def forward(self, x):
+                return super().forward(super().forward(x).tanh()).float().square().mean() * 1e-8
+
+        model = Model(8, 8)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O1", loss_scale=1.0)
+        with amp.scale_loss(model(torch.ones(4, 8)), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    """)
+    assert LOST in output
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_classifier_that_is_sure_of_most_classes_loses_no_gradients(level: str) -> None:
+    output = diagnosed(f"""
+        import torch
+        from amp_patch import amp
+
+        model = torch.nn.Sequential(torch.nn.Linear(16, 500))
+        with torch.no_grad():
+            model[0].weight.zero_()[range(16), range(16)] = 30.0
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = amp.initialize(model, optimizer, opt_level={level!r})
+        x = torch.eye(16)
+        x[0] = 0.0  # the one that it has to learn
+        loss = torch.nn.functional.cross_entropy(model(x), torch.arange(16))
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    """)
+    assert "of 8000 gradients flushed to zero" in output
+    assert LOST not in output
 
 
 def test_many_modules_near_the_limits_are_counted() -> None:
