@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given
@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from support import examples
 
 from amp_patch.tools.compare.comparison import Comparison, ModuleError
+from amp_patch.tools.tune import explanation
 from amp_patch.tools.tune.mending import smallest_set
 from amp_patch.tools.tune.outcome import Outcome
 from amp_patch.tools.tune.search import OWN_FILES, Search, TooFar
@@ -153,6 +154,53 @@ def test_a_set_that_works_is_kept_while_a_smaller_one_is_looked_for() -> None:
     assert sizes[0] is None  # nothing is found yet
     assert sizes[1:] == sorted(sizes[1:], reverse=True)
     assert len(sizes) > 3
+
+
+class Failing(Played):
+    """A level ends in an error as it is; times that were measured are in `measured`."""
+
+    nonfinite: Sequence[tuple[str, str]] = ()
+
+    def seconds(self, setting: Setting) -> float | None:
+        seconds = super().seconds(setting) if self.keeps(setting) else self._count()
+        self.measured = {**getattr(self, "measured", {}), setting: seconds}
+        return seconds
+
+    def keeps(self, setting: Setting) -> bool:
+        mended = [name for name, rule in setting.functions if rule == "float"]
+        return bool(mended) if self.nonfinite and setting.level != "O0" else super().keeps(setting)
+
+    def errors(self, setting: Setting, steps: int) -> Comparison | None:
+        return replace(super().errors(setting, steps), nonfinite=self.nonfinite)
+
+
+@pytest.mark.parametrize("levels", [("O1",), ("O0", "O1")])
+@pytest.mark.parametrize("function", [None, "exp"])
+def test_a_setting_that_nobody_has_timed_has_no_time_and_beats_no_fp32(levels, function) -> None:
+    def played(budget: float) -> Failing:
+        gains = {"exp": 1.0}
+        culprits = {"O1": frozenset({MODULES[2]})}
+        one = Failing({"O0": 3.0, "O1": 2.0}, culprits, gains=gains, budget=budget)
+        one.nonfinite = [("blocks", function)] if function else ()
+        return one
+
+    whole = played(float("inf"))
+    assert searched(whole, levels).result().seconds == pytest.approx(2.04 if not function else 2.0)
+    untimed = 0
+    for budget in range(5, whole.trials):
+        script = played(budget)
+        search = Search(script, levels, 0.01)
+        with pytest.raises(OutOfBudget):
+            search.run()
+        found = search.result()
+        if found is None or found.setting.level == "O0":
+            continue
+        if found.seconds:
+            assert found.seconds == script.measured[found.setting]
+        else:
+            untimed += 1
+            assert "fp32), not timed." in explanation.text("tune", search, found, None)
+    assert bool(untimed) == ("O0" not in levels)
 
 
 def test_noise_is_seldom_taken_for_a_gain() -> None:

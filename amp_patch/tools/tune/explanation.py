@@ -47,7 +47,7 @@ def text(call: str, search: Search, found: Found, ended: str | None) -> str:
 
 
 def _speed(seconds: float | None) -> str:
-    return f", {1e3 * seconds:.3g} ms a step" if seconds else ""
+    return f", {1e3 * seconds:.3g} ms a step" if seconds else ", not timed"
 
 
 def _device() -> str:

@@ -61,7 +61,7 @@ class Found:
     Attributes:
         setting: as said.
         outcome: its metric.
-        seconds: of a step, by one run.
+        seconds: of a step, by one run; 0 where it was not timed.
         reasons: "opt_level", a function or a module -> lines about it.
         functions: function of torch -> elements of what it returned, where that was recorded.
     """
@@ -89,7 +89,7 @@ class Search:
     Attributes:
         best: what is found so far; None while nothing is.
         reference: fp32's metric; the empty outcome before it is known.
-        seconds: of a step, by level, the shorter of two runs.
+        seconds: of a step, by level, the shorter of two runs; fp32's for one that fails.
         progress: by which share fp32's own loss changed; None where that is not the metric.
         rejected: level or setting -> why it was not taken, in words.
     """
@@ -109,6 +109,7 @@ class Search:
         self.rejected: dict[str, str] = {}
         self.progress: float | None = None
         self._tentative: Found | None = None
+        self._failing: set[str] = set()  # levels that have no time of their own
 
     def run(self) -> None:
         """Search; what is found so far is in `best`, also where a trial raises.
@@ -141,9 +142,9 @@ class Search:
             ]
         fp32 = self.seconds.get("O0")
         is_open = LEVEL not in found.reasons and "O0" in self._levels
-        if is_open and fp32 is not None and found.seconds > fp32:
+        if is_open and fp32 is not None and not 0.0 < found.seconds <= fp32:
             found = Found(FP32, self.reference, fp32)
-            found.reasons[LEVEL] = ["Nothing that was tried is faster than fp32."]
+            found.reasons[LEVEL] = ["Nothing that was timed is faster than fp32."]
         return found
 
     def within(self, outcome: Outcome) -> bool:
@@ -190,6 +191,7 @@ class Search:
         for level, known in times.items():
             # A level that fails may be mended, and then has a time of its own.
             self.seconds[level] = min(known, default=min(times["O0"]))
+            self._failing |= set() if known else {level}
             words = f"{1e3 * self.seconds[level]:.3g} ms a step" if known else "fails as it is"
             self._say(f"{level}: {words}")
 
@@ -223,7 +225,8 @@ class Search:
         if not is_within:
             self.rejected[setting.level] = self.deviation_words(outcome)
             return None
-        return Found(setting, outcome, self.seconds[setting.level])
+        is_timed = setting == Setting(setting.level) and setting.level not in self._failing
+        return Found(setting, outcome, self.seconds[setting.level] if is_timed else 0.0)
 
     def _mended(self, level: str) -> Found | None:
         """Return the level with modules, or functions, in fp32 that keep the metric."""
@@ -249,7 +252,8 @@ class Search:
             found = self._mended_by_functions(level, errors)
             self._reject(level, f"{before}, also with every module in fp32{_stored(errors)}")
             return found
-        return self._timed(kept[tuple(sorted(mending))], errors, before)
+        found = self._timed(kept[tuple(sorted(mending))])
+        return None if found is None else _explained(found, errors, before)
 
     def _mended_by_functions(self, level: str, errors: Comparison) -> Found | None:
         for _, function in errors.nonfinite if level in CASTING else ():
@@ -257,19 +261,17 @@ class Search:
             if found is not None:
                 reason = f"makes inf or NaN at {level}; without this line: {self.rejected[level]}"
                 found.reasons[function] = [reason]
-                return found
+                self._tentative = found
+                return self._timed(found)
         return None
 
-    def _timed(self, found: Found, errors: Comparison, before: str) -> Found | None:
-        """Return it with its own time and reasons; None where that cannot be measured."""
+    def _timed(self, found: Found) -> Found | None:
+        """Return it with its own time; None where that cannot be measured."""
         seconds = self._trials.seconds(found.setting)
         if seconds is None:
             return None
         self._say(f"{found.setting}: {1e3 * seconds:.3g} ms a step")
-        reasons = {one: [_reason(one, errors)] for one in found.setting.floats}
-        first = found.setting.floats[0]
-        reasons[first].append(f"Without {_these(found.setting.floats)}: {before}.")
-        return replace(found, seconds=seconds, reasons=reasons, functions=_elements(errors))
+        return replace(found, seconds=seconds)
 
     def _add_rules(self, found: Found) -> None:
         """Try rules that have functions hand on half which the level has in fp32, for speed."""
@@ -327,6 +329,14 @@ class Search:
     def _reject(self, what: str, why: str) -> None:
         self.rejected[what] = why
         self._say(f"{what} is out: {why}")
+
+
+def _explained(found: Found, errors: Comparison, before: str) -> Found:
+    """Return a setting of modules in fp32 with its reasons; `before` says how it is without."""
+    reasons = {one: [_reason(one, errors)] for one in found.setting.floats}
+    first = found.setting.floats[0]
+    reasons[first].append(f"Without {_these(found.setting.floats)}: {before}.")
+    return replace(found, reasons=reasons, functions=_elements(errors))
 
 
 def suspicious(errors: Comparison) -> list[str]:
