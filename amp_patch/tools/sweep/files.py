@@ -90,7 +90,8 @@ def load(folder: Path) -> tuple[Settings, str, list[Run]]:
 
 def machine(runs: Sequence[Run]) -> dict[str, Any]:
     """Return what the scripts ran on, as the first that trained says."""
-    about = next((run.about for run in runs if run.about), {})
+    about = dict(next((run.about for run in runs if run.about), {}))
+    about.pop("resumed", None)  # of a run, not of the machine
     return {"platform": platform.platform(), **about}
 
 
