@@ -79,6 +79,7 @@ class LossWatch:
     Attributes:
         loss: the loss's range.
         found: what was not finite first; None where all was.
+        is_whole: whether all of the graph is looked at.
         in_half: an operator whose result is in half, "" for none.
         counts: of the gradients that come to the models in float16 from float32.
         spoiled_by: of a loss that is not finite, see `Spoiled`; None where no operator shows it.
@@ -104,6 +105,7 @@ class LossWatch:
                     if name not in _MOVING and not (self.in_half and name == "cast"):
                         self.in_half = name
             waiting += [following for following, _ in node.next_functions]
+        self.is_whole = not waiting
         not_finite = any(one.kinds for one in self.loss)
         self.spoiled_by: Spoiled | None = None
         # torch refuses what was saved and has been written to since; the backward says so
@@ -144,12 +146,12 @@ class _Look:
     def _count(self, made: tuple[Any, ...], given: tuple[Any, ...]) -> None:
         """Count what becomes 0 where a gradient of float32 is cast to float16."""
         node: Any = torch._C._current_autograd_node()
-        for index, (one, (following, place)) in enumerate(
-            zip(made, node.next_functions, strict=False)
-        ):
-            if following is None or not can_look(one) or one.is_sparse or one.is_complex():
+        targets = () if node is None else node.next_functions
+        for index, (one, (following, place)) in enumerate(zip(made, targets, strict=False)):
+            # Ranks would have to count a part of a gradient together.
+            if following is None or type(one) is not Tensor or not can_look(one) or one.is_sparse:
                 continue
-            wide = one
+            wide: Tensor | None = one
             if one.dtype is torch.float16:
                 wide = given[0] if self._operator == "cast" else _wide(one, index, given)
             elif following._input_metadata[place].dtype is not torch.float16:

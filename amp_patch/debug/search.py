@@ -19,7 +19,7 @@ from .cause import Cause
 from .loss_watch import LossStep, LossWatch
 from .mends import Mended, differ_by_half, joined, mend, mend_inside, of_later_backward, root_of
 from .places import shown_line
-from .ranges import Range, largest_scale
+from .ranges import Range, kinds_in, largest_scale
 from .recorded_calls import Call
 from .rerun import Rerun, from_outside
 from .undefined import Given, rounded_to
@@ -231,6 +231,11 @@ class Search:
         grads = from_outside(call, grads)
         one = Rerun(call)
         one.forward()
+        if self._is_sum_of_finite(grads):
+            root = root_of(one.model)[0]
+            name = session.models.label_of(root) or type(root).__name__
+            note = f"They meet at an output of {name}, of which the loss has several parts."
+            return Cause("sum", self._scale, **_level_of(root), note=note)
         origin = one.backward(grads)
         if origin is None:
             return None
@@ -246,6 +251,14 @@ class Search:
             return replace(_in_model(one, origin, self._scale, mended), off_at=fits)
         # Whatever the scale: the first at the present one may be another.
         return _in_model(other, real, self._scale, mend(call, real, unscaled))
+
+    def _is_sum_of_finite(self, grads: Mapping[int, Tensor]) -> bool:
+        """Tell whether gradients that every operator of the loss has made finite add up to inf.
+
+        Autograd adds up in float16 what comes back to an output from several places.
+        """
+        kinds = kinds_in(one for one in grads.values() if one.dtype is torch.float16)
+        return self._watch.is_whole and "NaN" not in kinds and bool(kinds)
 
     def _of_rounding(
         self, call: Call, origin: Origin, grads: Mapping[int, Tensor], fits: float

@@ -260,3 +260,24 @@ def test_a_traced_model_may_be_traced_by_torch(amp) -> None:
     torch.jit.trace(model, inputs)  # a warning of numbers that are asked for fails the test
     with FakeTensorMode(allow_non_fake_inputs=True):
         assert model(torch.empty(4, WIDTH)).shape == inputs.shape
+
+
+@pytest.mark.parametrize("nodes", [2, 600])
+def test_parts_of_a_loss_whose_gradients_half_cannot_add_are_no_matter_of_the_layer(
+    amp, nodes: int
+) -> None:
+    model, optimizer = prepared(amp, nn.Sequential(nn.Linear(WIDTH, WIDTH)), "O1", loss_scale=2**15)
+
+    def loss_of(outputs: Tensor) -> Tensor:
+        parts = outputs.float().sum(), outputs.float().sum()
+        rest = outputs.new_zeros((), dtype=torch.float32, requires_grad=True)
+        for _ in range(nodes - 2):
+            rest = rest + 0.0
+        return 1.5 * parts[0] + 1.5 * parts[1] + rest
+
+    train(amp, model, optimizer, loss_of)
+    cause = the_cause(amp)
+    # a loss with operators that were not looked at may have made inf there
+    assert (cause.where == "sum") == (nodes == 2)
+    assert ("smaller loss scale" in cause.advice()) == (nodes == 2)
+    assert ("at an output of Sequential" in cause.note) == (nodes == 2)
