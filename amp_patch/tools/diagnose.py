@@ -115,7 +115,7 @@ def report(found: dict[str, Any], script: Sequence[str]) -> str:
     )
     lines += _infinite_state(found["infinite_state"])
     lines += _near_limits(found["near_limits"], found["near_limits_of_loss"])
-    if found["flushed_at"] is not None:
+    if found["flushed_at"] is not None and not any(map(_lowers_the_scale, found["causes"])):
         lines += ["", _FLUSHED.format(scale=found["flushed_at"])]
     if any(one["beyond"] for one in found["near_limits"].values()) and not overflows + len(hidden):
         lines += ["", _ALSO_IN_FP32]
@@ -125,6 +125,11 @@ def report(found: dict[str, Any], script: Sequence[str]) -> str:
 def _is_loss_scale(cause: dict[str, Any]) -> bool:
     """Return whether it was the loss scale alone, as in the first steps of many a training."""
     return cause["fits"] is not None and 1.0 <= cause["fits"] < cause["scale"]
+
+
+def _lowers_the_scale(cause: dict[str, Any]) -> bool:
+    """Return whether a dynamic scale falls by it in each step, down to where gradients are 0."""
+    return bool(cause["scaling"]["dynamic"]) and not _is_loss_scale(cause)
 
 
 def _title(cause: dict[str, Any]) -> str:

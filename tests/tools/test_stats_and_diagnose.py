@@ -408,6 +408,13 @@ def test_a_scale_too_small_for_a_model_in_one_module_with_its_loss_is_told() -> 
     assert LOST in output
 
 
+@pytest.mark.parametrize("is_dynamic", [True, False])
+def test_a_scale_that_overflows_have_lowered_is_not_told_as_too_small(is_dynamic: bool) -> None:
+    cause = a_cause(where="input", scale=2.0**-13, scaling={"dynamic": is_dynamic})
+    report = diagnose.report(a_report(overflows=4, causes=[cause], flushed_at=2.0**-13), ["x"])
+    assert (LOST in report) != is_dynamic
+
+
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_classifier_that_is_sure_of_most_classes_loses_no_gradients(level: str) -> None:
     output = diagnosed(f"""
