@@ -304,8 +304,8 @@ class Session:
         mode.leave_models_but(())
         self.observers.leaving()
         self.models.reshard()
-        self.optimizers.release()
         with self.guard.unprepared.unscaling():
+            self.optimizers.release()
             self.models.release()
         self.optimizers.match_state()
         self.functions.undo()

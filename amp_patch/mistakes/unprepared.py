@@ -187,13 +187,14 @@ class UnpreparedParams:
     def unscaling(self) -> Iterator[None]:
         """Unscale all that is left after the block, of whose gradients nobody knows then.
 
-        In the block half parameters become float32 ones.
+        In the block half parameters become float32 ones, and an optimizer may take over some.
         """
         left = [(one.param(), one.scale) for one in self._scaled.values() if one.left() is not None]
         yield
+        ids = set(self._scaled)
         self._scaled.clear()
         for param, scale in left:
-            if param is not None and (grad := stored_grad(param)) is not None:
+            if id(param) in ids and param is not None and (grad := stored_grad(param)) is not None:
                 bring_to(1.0, scale, [grad])
 
     def _forget_dead(self) -> None:

@@ -6,8 +6,9 @@ Knows one optimizer, its gradients and masters; nothing of models, levels or how
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -363,8 +364,16 @@ class OptimizerBackward:
         self.gradients.stepped.note_step(is_made and self._fused is None)
         self.shown.offer_stepped()
 
-    def release(self) -> None:
-        """Nobody skips the next step: unscale scaled gradients, drop those that overflowed."""
+    def release(self, unscaled: set[int]) -> Callable[[], None]:
+        """Nobody skips the next step: unscale scaled gradients, drop those that overflowed.
+
+        Args:
+            unscaled: ids of what other optimizers have unscaled so, which this one may hold as
+                well; its own are added.
+
+        Returns:
+            What is to be called when all optimizers have done so: two may read the same gradient.
+        """
         self.shown.end()
         if not self.current.is_open:
             self.joined.take_over()
@@ -375,10 +384,14 @@ class OptimizerBackward:
         if self.gradients.may_be_cleared:
             with contextlib.suppress(RuntimeError):  # of a write, of which `_store_waiting` tells
                 self.cleared.drop()
-        overflow = self.skip.found()
-        scale = self.gradients.scaled.scale
+        scale, taken = self.gradients.scaled.scale, None
         if scale is not None and self.gradients.are_delayed(self.pairs()):
-            taken = self.gradients.receive(self.pairs(), scale)
+            taken = self.gradients.receive(self.pairs().share(unscaled, "master"), scale)
+        return functools.partial(self._end_release, taken)
+
+    def _end_release(self, taken: TakenPass | None) -> None:
+        overflow = self.skip.found()
+        if taken is not None:
             overflow |= taken.check.overflow
             self.gradients.finish(taken)
         if overflow:

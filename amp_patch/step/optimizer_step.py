@@ -173,8 +173,16 @@ class OptimizerStep:
 
     def release(self) -> None:
         """Undo all of it: the optimizer steps its own parameters again, state kept."""
+        self.end_backwards(set())()
+        self.give_back()
+
+    def end_backwards(self, unscaled: set[int]) -> Callable[[], None]:
+        """Begin `release`, see `OptimizerBackward.release`."""
         self.state.note_dtypes()
-        self.backward.release()
+        return self.backward.release(unscaled)
+
+    def give_back(self) -> None:
+        """End `release`, where no backward of any optimizer is to be ended any more."""
         if self.masters is not None:
             self.masters.release()
         if self._hook is not None:

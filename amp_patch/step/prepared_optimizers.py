@@ -305,8 +305,14 @@ class PreparedOptimizers:
 
     def release(self) -> None:
         """Undo it: every optimizer steps its own parameters again, state kept."""
-        for step in list(self.steps.values()):
-            step.release()
+        steps = list(self.steps.values())
+        unscaled: set[int] = set()
+        # one by one, for two of them may hold a parameter
+        ends = [step.end_backwards(unscaled) for step in steps]
+        for end in ends:
+            end()
+        for step in steps:
+            step.give_back()
         self._patches.undo()
 
     def others(self, steps: Sequence[OptimizerStep]) -> list[OptimizerBackward]:

@@ -245,17 +245,31 @@ class MasterPairs:
                 group["params"][:] = self.replace(group["params"])
 
     def release(self) -> None:
-        """Give the optimizer its parameters back, with the masters' fp32 values and gradients."""
+        """Give the optimizer its parameters back, with the masters' fp32 values and gradients.
+
+        What has left the optimizer keeps the gradient that it has itself.
+        """
         optimizer = self._optimizer()
+        groups = [] if optimizer is None else optimizer.param_groups
+        held = {id(one) for group in groups for one in group["params"]}
         for param, master in self:
+            grad = _given_back(param, master, id(master) in held)
             param.grad = None
             set_data(param, master.data)
-            param.grad = master.grad
+            param.grad = grad
             self._values.forget_versions(param, self.versions)
             self._state.move(master, param)
-        for group in optimizer.param_groups if optimizer is not None else ():
+        for group in groups:
             group["params"][:] = map(self.param_of, group["params"])
         self.params.clear()
         self.masters.clear()
         self.versions.clear()
         self.param_by_id.clear()
+
+
+def _given_back(param: Tensor, master: Tensor, is_held: bool) -> Tensor | None:
+    """Return the gradient of a parameter that its optimizer steps itself from now on."""
+    if is_held and (master.grad is not None or param.dtype is not master.dtype):
+        return master.grad
+    own = param.grad  # what has left, or another optimizer has given back before
+    return None if own is None or own.shape != master.shape else own.to(master.dtype)

@@ -105,14 +105,14 @@ def test_release_unscales_what_was_left_scaled(
 ) -> None:
     make_pass(backward, optimizer, 3.0, 4.0)
     backward.leave_scaled(4.0)
-    backward.release()
+    backward.release(set())()
     assert gradients(optimizer) == [[3.0, 3.0], [3.0]]
 
 
 def test_release_drops_what_overflowed(optimizer: Optimizer, backward: OptimizerBackward) -> None:
     make_pass(backward, optimizer, float("inf"), 4.0)
     backward.leave_scaled(4.0)
-    backward.release()
+    backward.release(set())()
     assert gradients(optimizer) == [None, None]
 
 

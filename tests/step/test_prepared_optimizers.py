@@ -37,6 +37,37 @@ def test_half_parameters_that_have_masters_are_not_stepped_by_another(
     assert all(map(torch.equal, before, model.parameters()))
 
 
+def gradients(amp: ModuleType, level: str, how: str, order: int, *delays: bool) -> list[Any]:
+    """Return what layers have after `deactivate`, of which two optimizers hold the second one."""
+    layers = nn.ModuleList([nn.Linear(2, 1) for _ in range(3)])
+    shared = layers[1].parameters() if how == "shared" else []
+    first = SGD([{"params": layer.parameters()} for layer in layers[:2]], lr=1.0)
+    second = SGD([*layers[2].parameters(), *shared], lr=1.0)
+    both = [first, second][::order]
+    amp.initialize(layers, both, opt_level=level, loss_scale=8.0, verbosity=0)
+    if how == "moved":
+        second.param_groups.append(first.param_groups.pop())
+    elif how == "left":
+        first.param_groups.pop()
+    inputs = torch.ones(1, 2, dtype=layers[0].weight.dtype)
+    for delay, reached in zip(delays, (layers[1], layers[2]), strict=False):
+        loss = reached(inputs).float().sum() + layers[0](inputs).float().sum()
+        scaled_backward(amp, loss, [first, second], delay_unscale=delay)
+    amp.deactivate()
+    return [None if layer.bias.grad is None else layer.bias.grad.item() for layer in layers]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("how", ["shared", "moved", "left"])
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_a_parameter_that_two_optimizers_hold_or_have_held_keeps_its_gradient_to_the_end(
+    amp: ModuleType, level: str, how: str, order: int
+) -> None:
+    assert gradients(amp, level, how, order, False, True) == [2.0, 1.0, 1.0]
+    assert gradients(amp, level, how, order, True) == [1.0, 1.0, None]
+    assert gradients(amp, level, how, order, False) == [1.0, 1.0, None]
+
+
 @pytest.mark.parametrize("stepped", [0, 1])
 def test_an_unknown_optimizer_is_refused_whichever_of_its_parameters_have_masters(
     amp: ModuleType, stepped: int
