@@ -183,12 +183,13 @@ class OptimizerBackward:
 
     def leave_scaled(self, scale: float | Tensor) -> None:
         """End the pass with the gradients scaled, for the next backward to add to."""
+        pairs = self.pairs()  # others may have come in the block
         if self._held.joined:
             self.joined.leave_to_pass()
         if self.zeroing.is_watched:
             self.shown.end_block()
-        self.zeroing.look_at_written(self.pairs())
-        self.gradients.delay(self.pairs(), scale)
+        self.zeroing.look_at_written(pairs)
+        self.gradients.delay(pairs, scale)
         self._end_pass()
 
     def receive(self, pairs: ParamPairs, scale: float | Tensor | None) -> TakenPass:

@@ -63,6 +63,17 @@ class Training:
         return [value.float() for value in copy.deepcopy(self.model.state_dict()).values()]
 
 
+class Follows(nn.Module):
+    """Casts its input to the dtype of a layer's weight."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs.to(self.layer.weight.dtype)
+
+
 def add_group(one: Training) -> None:
     one.optimizer.add_param_group({"params": list(one.back.parameters())})
 
@@ -147,12 +158,22 @@ def test_a_group_may_come_between_two_blocks_of_a_step(
 
 
 def block(
-    one: Training, before: Callable[[Training], None], after: Callable[[Training], None]
+    one: Training,
+    before: Callable[[Training], None],
+    after: Callable[[Training], None],
+    model: nn.Module | None = None,
+    **options: Any,
 ) -> None:
-    """Make a block; call these in it, before its backward and after it."""
-    loss = one.model(X).float().square().mean()
+    """Make a block; call these in it, before its backward and after it.
+
+    Args:
+        model: that the loss is of; None: the whole.
+        options: of ``scale_loss``.
+    """
+    loss = (model or one.model)(X).float().square().mean()
     plain: Any = contextlib.nullcontext(loss)
-    with plain if one.amp is None else one.amp.scale_loss(loss, one.optimizer) as scaled_loss:
+    scaled = plain if one.amp is None else one.amp.scale_loss(loss, one.optimizer, **options)
+    with scaled as scaled_loss:
         before(one)
         scaled_loss.backward()
         after(one)
@@ -178,6 +199,23 @@ def test_a_group_may_come_inside_of_a_block(
         one.optimizer.step()
         one.optimizer.zero_grad()
         one.step()
+        trained.append(one.weights())
+    assert_alike(trained[1], trained[0], level)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("reaches", [False, True])
+@pytest.mark.parametrize("acts", [(extend, nothing), (nothing, extend)], ids=["before", "after"])
+def test_a_layer_with_a_gradient_may_come_inside_of_a_block_that_leaves_its_own_scaled(
+    amp: ModuleType, level: str, acts: Any, reaches: bool
+) -> None:
+    trained = []
+    for one in (Training(None), Training(amp, level, loss_scale=2.0**8)):
+        one.backward()
+        part = nn.Sequential(nn.ConstantPad1d((0, 24), 1.0), Follows(one.head), one.head)
+        block(one, *acts, None if reaches else part, delay_unscale=True)
+        one.backward()
+        one.optimizer.step()
         trained.append(one.weights())
     assert_alike(trained[1], trained[0], level)
 
