@@ -128,7 +128,8 @@ class Gradients:
         is_first = not self._received
         taken = self.receive(pairs, None if is_true else scale)
         if taken.check.overflow:
-            clear_grads([*pairs.model, *pairs.master])
+            clear_grads(pairs.model)
+            self._clear_masters(pairs.master)
             return
         self.round_into_halves(taken)
         self.finish(taken)
