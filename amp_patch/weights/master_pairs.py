@@ -141,7 +141,8 @@ class MasterPairs:
             # Optimizers look at a user's own class, too: Riemannian ones find manifolds by it.
             master = Tensor._make_subclass(own, master, attached)  # type: ignore[assignment]
         grad = param.grad if value.grad is None else value.grad
-        master.grad = None if grad is None else grad.to(torch.float32, copy=True)
+        # what waits for other masters goes on waiting
+        store_grad(master, None if grad is None else grad.to(torch.float32, copy=True))
         self.own_gradients.watch(master)
         # Optimizers look at attributes that users set on parameters.
         vars(master).update(vars(param))
