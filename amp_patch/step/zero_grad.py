@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
+from itertools import compress
 from typing import Any
 
 from torch.optim import Optimizer
@@ -12,7 +14,7 @@ from amp_patch.weights.master_weights import MasterWeights
 from amp_patch.weights.parameter_lists import clear_grads
 
 from .optimizer_backward import OptimizerBackward
-from .own_zero_grad import OwnZeroGrad, clear_halves
+from .own_zero_grad import OwnZeroGrad, Row, clear_halves
 from .replaced_methods import ReplacedMethods
 
 
@@ -85,8 +87,9 @@ class ZeroGrad:
         Returns:
             False where that has left gradients of some groups; it is noted which it has not.
         """
-        # not those of `backward.pairs()`: a checkpoint may have put half ones into the groups
-        pairs = [] if self._masters is None else list(self._masters.pairs())
+        # without masters what has left is of interest where gradients wait for a block
+        waits = self._masters is not None or self._backward.gradients.scaled.scale is not None
+        pairs = self._halves() if waits else []
         own = None
         if optimizer is not None and not self._is_torchs:
             own = OwnZeroGrad(optimizer.param_groups, pairs)
@@ -105,6 +108,14 @@ class ZeroGrad:
             self._backward.cleared.note_by_model(cleared)
             self._backward.cleared.follow(cleared)
         return cleared is None
+
+    def _halves(self) -> list[Row]:
+        """Return the half parameters that the optimizer holds now, with their masters."""
+        masters = self._masters
+        if masters is not None and masters.are_given_back:
+            return list(masters.pairs())  # a checkpoint has put half ones into the groups
+        pairs = self._backward.pairs()  # what has left keeps its gradients
+        return list(compress(zip(*pairs, strict=True), map(operator.is_not, *pairs)))
 
 
 #: Arguments with which torch's method sets None, at a cost of 0.4 us per parameter.

@@ -44,6 +44,7 @@ class MasterWeights:
         lock: held by the thread whose step writes to the masters, until their parameters follow.
         agreements: how often parameters and masters were made to agree.
         own_gradients: those of masters that no script has written.
+        are_given_back: True in a block of `given_back`.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class MasterWeights:
         self.lock = threading.RLock()
         self.agreements = 0
         self.own_gradients = self._pairs.own_gradients
+        self.are_given_back = False
         for group in optimizer.param_groups:
             group["params"][:] = self.replace(group["params"])
         small_tensors.move_together([one for one in self._pairs.params if not is_spread(one)])
@@ -117,7 +119,11 @@ class MasterWeights:
         """
         self.reconcile()
         with self._pairs.given_back():
-            yield
+            self.are_given_back = True
+            try:
+                yield
+            finally:
+                self.are_given_back = False
 
     def release(self) -> None:
         """Give the optimizer its parameters back, with the masters' fp32 values and gradients."""
