@@ -104,6 +104,17 @@ class ForeignGradients:
         """The user clears the gradients of these parameters, by their ids."""
         self.found = [row for row in self.found if id(row[0]) not in cleared]
 
+    def let_go(self, gone: Iterable[Tensor]) -> list[tuple[Tensor, float | Tensor]]:
+        """Forget parameters that the optimizer holds no more; return which have one, and by what.
+
+        Those stay to which an own pass has added, at a scale that nobody knows: they are refused.
+        """
+        ids = set(map(id, gone)) if self.found else ()
+        found = {id(param) for param, _ in self._left() if id(param) in ids} if ids else ids
+        rows = [row for row in self.found if id(row[0]) in found and row[1] is not None]
+        self.found = [row for row in self.found if not any(row is one for one in rows)]
+        return [(param, self._scale) for param, _ in rows]
+
     def drop_given(self, pairs: ParamPairs) -> None:
         """Forget those of half parameters whose masters the script has given others: not read."""
         given = {

@@ -27,6 +27,7 @@ from amp_patch.step.watched_backward import refuse_another_backward, refuse_late
 from amp_patch.warn_once import warn_once
 
 from .handed_on import begins_with_gradients_of, goes_on
+from .unprepared import UnpreparedParams
 
 #: Nodes of functions whose gradients are no multiples of a factor that their argument has.
 _CURVED = {
@@ -76,6 +77,7 @@ class Backwards:
         before_plain, after_plain: called around each backward of no scaled loss, with what returns
             the ids of the leaves that it reaches.
         prepared: the prepared optimizers; false without any.
+        unprepared: what no prepared optimizer steps, to which a backward may add.
 
     Attributes:
         last_was_plain: True where the last backward was of no scaled loss; False also before the
@@ -92,11 +94,12 @@ class Backwards:
         before_plain: Callable[[Reached], None],
         after_plain: Callable[[Reached], None],
         prepared: Collection[Optimizer],
+        unprepared: UnpreparedParams,
     ) -> None:
         self._delayed, self._running = delayed, running
         self._after_lone = after_lone
         self._before_plain, self._after_plain = before_plain, after_plain
-        self._prepared = prepared
+        self._prepared, self._unprepared = prepared, unprepared
         self._blocks: dict[int, list[_Block]] = {}
         self.last_was_plain = False
         self.plain = self.begun = 0
@@ -154,6 +157,8 @@ class Backwards:
         """A backward begins that is of no scaled loss."""
         if not is_in_backward():
             self._before_plain(reached)
+            if self._unprepared.scaled:
+                self._unprepared.unscale(reached)
 
     def _follow(self, is_plain: bool, reached: Reached) -> None:
         """A backward has ended that is of no scaled loss, in a step, or beside no optimizer."""

@@ -75,6 +75,7 @@ class Guard:
         after_lone: Callable[[], None],
     ) -> None:
         self._models, self._optimizers, self._store = models, optimizers, store
+        self.unprepared = UnpreparedParams(lambda: self.backwards.plain, optimizers.steps)
         self.backwards = Backwards(
             optimizers.scaled_params,
             optimizers.running,
@@ -82,8 +83,8 @@ class Guard:
             optimizers.give_back_gradients,
             optimizers.offer_gradients,
             optimizers.steps,
+            self.unprepared,
         )
-        self.unprepared = UnpreparedParams(lambda: self.backwards.plain, optimizers.steps)
         self._half_steps = HalfSteps()
         self._copies = ExactCopies(store, models.in_half, optimizers.note_writes)
         self.plain_averages = PlainAverages(optimizers.params)

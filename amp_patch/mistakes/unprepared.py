@@ -20,11 +20,13 @@ from torch.utils.weak import TensorWeakRef
 from amp_patch.casting.mode import HALVES
 from amp_patch.gradients.foreign_gradients import Watch
 from amp_patch.gradients.scaled_gradients import bring_to, by_scale
+from amp_patch.gradients.true_gradients import TrueGradients
 from amp_patch.kernels import values
 from amp_patch.optimizers.groups import params_of
+from amp_patch.step.held_params import Joined, LetGo
 from amp_patch.step.optimizer_backward import OptimizerBackward
 from amp_patch.step.optimizer_step import OptimizerStep
-from amp_patch.step.prepared_optimizers import PreparedOptimizers
+from amp_patch.step.prepared_optimizers import PreparedOptimizers, Reached
 from amp_patch.warn_once import warn
 from amp_patch.weights.fp32_values import FP32Values
 from amp_patch.weights.parameter_lists import stored_grad
@@ -50,6 +52,11 @@ class _Scaled(NamedTuple):
     grad: TensorWeakRef
     version: int
     scale: float | Tensor
+
+    @classmethod
+    def of(cls, param: Tensor, grad: Tensor, scale: float | Tensor) -> _Scaled:
+        """Return a parameter with its gradient as it is now."""
+        return cls(TensorWeakRef(param), TensorWeakRef(grad), grad._version, scale)
 
     def left(self) -> Tensor | None:
         """Return the gradient if the parameter has it, and the script has not written to it.
@@ -77,6 +84,48 @@ class _Watched(NamedTuple):
         return [cls(TensorWeakRef(param), threading.get_ident()) for param in params]
 
 
+class _Block:
+    """A block of a scaled loss, and what its backward finds at parameters that nobody unscales.
+
+    Args:
+        watch: these parameters, as they are before it.
+        scale: of the block.
+
+    Attributes:
+        scale: as given.
+        thread: that it is of.
+        watches: the given one, and others that begin in it.
+        true: those of their gradients that are not multiplied by any scale, and stay so.
+    """
+
+    def __init__(self, watch: Watch, scale: float | Tensor) -> None:
+        self.scale, self.thread = scale, threading.get_ident()
+        self.watches = [watch]
+        self.true = TrueGradients(scale)
+        self._taken: set[int] = set()
+
+    def written(self, plain_backwards: int) -> list[tuple[Tensor, Tensor]]:
+        """Return the parameters whose gradients it has multiplied by its scale, with these.
+
+        Not those that an optimizer has got since.
+
+        Args:
+            plain_backwards: how many there were; where there was one since, nothing is known:
+                another thread trains its own model, or the block does.
+        """
+        known = (one for one in self.watches if one.params and one.counted == plain_backwards)
+        rows = chain.from_iterable(one.written() for one in known)
+        return [
+            (param, grad)
+            for param, grad in rows
+            if id(param) not in self._taken and not self.true.has(param)
+        ]
+
+    def take(self, params: Iterable[Tensor]) -> None:
+        """An optimizer has got these."""
+        self._taken.update(map(id, params))
+
+
 class UnpreparedParams:
     """Parameters that no prepared optimizer steps; false where there are none to be found.
 
@@ -87,6 +136,9 @@ class UnpreparedParams:
     Args:
         plain_backwards: returns how many backwards there were that were of no scaled loss.
         steps: of the prepared optimizers.
+
+    Attributes:
+        scaled: those with scaled gradients, by their ids; some may be others by now.
     """
 
     def __init__(
@@ -96,9 +148,10 @@ class UnpreparedParams:
         self._params: list[_Watched] = []
         self._frozen: dict[int, TensorWeakRef] = {}  # by the id of the parameter
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._scaled: dict[int, _Scaled] = {}  # by the id of the parameter
+        self.scaled: dict[int, _Scaled] = {}
         self._losses_to_look_at = 0
-        self._reached: list[Watch] = []
+        self._blocks: list[_Block] = []
+        self._doubted: dict[int, TensorWeakRef] = {}  # gradients, by the id of the parameter
 
     def __bool__(self) -> bool:
         return self.looks_at_losses or bool(self._params)
@@ -139,49 +192,112 @@ class UnpreparedParams:
         known = set(map(id, chain(optimizers.params(), masters, here)))
         new = [leaf for leaf in leaves if id(leaf) not in known]
         self._params += _Watched.here(new)
-        self._reached.append(Watch.of(new, self._plain_backwards()))
+        for block in self._open()[-1:]:
+            block.watches.append(self._watch(new, block))
 
     def watch_foreign(self, scale: float | Tensor | None) -> Watch:
         """See `OptimizerBackward.watch_foreign`; it may add to what earlier ones wrote."""
         if scale is None:
             return Watch.of([])
-        found = ((key, one, one.left()) for key, one in self._scaled.items())
+        found = ((key, one, one.left()) for key, one in self.scaled.items())
         left = [(k, one, g) for k, one, g in found if g is not None and values(g).any()]
         for old, grads in by_scale((grad, one.scale) for _, one, grad in left):
             bring_to(scale, old, grads)
         kept = _copied(scale)
-        self._scaled = {
+        self.scaled = {
             key: one._replace(version=grad._version, scale=kept) for key, one, grad in left
         }
         self._forget_dead()
-        return Watch.of(self._alive(threading.get_ident()), self._plain_backwards())
+        for outer in self._open():
+            outer.true.is_on = False
+        block = _Block(Watch.of([]), kept)
+        block.watches = [watch := self._watch(self._alive(threading.get_ident()), block)]
+        self._blocks.append(block)
+        return watch
+
+    def _open(self) -> list[_Block]:
+        """Return the blocks of this thread, each inside of the one before."""
+        thread = threading.get_ident()
+        return [block for block in self._blocks if block.thread == thread]
+
+    def _watch(self, params: Sequence[Tensor], block: _Block) -> Watch:
+        """Return parameters as they are in a block, which keeps their true gradients so."""
+        watch = Watch.of(params, self._plain_backwards())
+        rows = zip(watch.params, watch.grads, strict=True)
+        left = [(p, grad) for p, grad in rows if grad is not None and id(p) not in self.scaled]
+        doubted = self._doubted
+        true = [p for p, grad in left if id(p) not in doubted or doubted[id(p)]() is not grad]
+        if true:
+            block.true.keep(true)
+        return watch
 
     def note_foreign(
         self, watch: Watch, optimizers: Sequence[OptimizerBackward], scale: float | Tensor
     ) -> None:
         """See `OptimizerBackward.note_foreign`."""
-        reached, self._reached = self._reached, []
-        for one in (watch, *reached):
-            # else another thread trains its own model, or the block does
-            if one.params and one.counted == self._plain_backwards():
-                self._note(one.written(), optimizers, scale)
+        for block in [one for one in self._blocks if one.watches[0] is watch]:
+            for one in optimizers:
+                one.pairs()  # what has come to them in the block may ask for it
+            self._blocks.remove(block)
+            block.true.end()
+            self._note(block.written(self._plain_backwards()), optimizers, scale)
+        for outer in self._open()[-1:]:
+            outer.true.is_on = True
 
     def follow(
-        self, before: Sequence[Tensor], now: Sequence[Tensor]
-    ) -> list[tuple[Tensor, float | Tensor]]:
+        self, before: Sequence[Tensor], now: Sequence[Tensor], let_go: LetGo
+    ) -> list[Joined]:
         """See `Strays.follow`: an optimizer takes over what blocks have written to its new ones."""
         gone, new = _not_in(now, before), _not_in(before, now)
-        self._params += _Watched.here(param for param in gone if param.requires_grad)
+        if gone:
+            for param, scale in let_go(gone):
+                if (grad := stored_grad(param)) is not None:
+                    self.scaled[id(param)] = _Scaled.of(param, grad, _copied(scale))
+            self._params += _Watched.here(param for param in gone if param.requires_grad)
+        if not new:
+            return []
+        self.look()
         ids = set(map(id, new))
         self._params = [one for one in self._params if id(one.param()) not in ids]
-        return [(param, self._scale_of(param)) for param in new]
+        joined = list(map(self._joined, new))
+        for block in self._blocks:
+            block.take(new)
+        return joined
+
+    def look(self) -> None:
+        """See `Strays.look`."""
+        for step in list(self._steps.values()):
+            step.backward.pairs()
+
+    def _joined(self, param: Tensor) -> Joined:
+        scale, has_grad = self._scale_of(param), stored_grad(param) is not None
+        true = next((one.true for one in self._open()[::-1] if one.true.has(param)), None)
+        return Joined(param, scale, has_grad, true)
 
     def _scale_of(self, param: Tensor) -> float | Tensor:
-        known = self._scaled.pop(id(param), None)
+        known = self.scaled.pop(id(param), None)
+        for block in self._open()[::-1]:
+            if block.true.has(param):
+                return 1.0
+            if any(one is param for one, _ in block.written(self._plain_backwards())):
+                return block.scale
         if known is not None and known.left() is not None:
             return known.scale
         scales = (step.backward.foreign_scale_of(param) for step in list(self._steps.values()))
         return next((scale for scale in scales if scale is not None), 1.0)
+
+    def unscale(self, reached: Reached) -> None:
+        """Unscale what a backward of no scaled loss is about to add to.
+
+        Args:
+            reached: see `Reached`.
+        """
+        rows = [(key, one.left(), one.scale) for key, one in self.scaled.items()]
+        for key, grad, scale in rows if rows else ():
+            if key in reached():
+                del self.scaled[key]
+                if grad is not None:
+                    bring_to(1.0, scale, [grad])
 
     @contextlib.contextmanager
     def unscaling(self) -> Iterator[None]:
@@ -189,16 +305,21 @@ class UnpreparedParams:
 
         In the block half parameters become float32 ones, and an optimizer may take over some.
         """
-        left = [(one.param(), one.scale) for one in self._scaled.values() if one.left() is not None]
+        self.look()
+        left = [(one.param(), one.scale) for one in self.scaled.values() if one.left() is not None]
         yield
-        ids = set(self._scaled)
-        self._scaled.clear()
+        for block in self._blocks:
+            block.true.end()
+        self._blocks.clear()
+        ids = set(self.scaled)
+        self.scaled.clear()
         for param, scale in left:
             if id(param) in ids and param is not None and (grad := stored_grad(param)) is not None:
                 bring_to(1.0, scale, [grad])
 
     def _forget_dead(self) -> None:
         self._params = [one for one in self._params if one.param() is not None]
+        self._doubted = {key: one for key, one in self._doubted.items() if one() is not None}
 
     def _alive(self, thread: int | None = None) -> list[Tensor]:
         """Return them all, or but those that another thread than this trains."""
@@ -215,13 +336,12 @@ class UnpreparedParams:
         kept = _copied(scale) if written else scale
         for param, grad in written:
             if id(param) not in stepped:
-                found = TensorWeakRef(param), TensorWeakRef(grad)
-                self._scaled[id(param)] = _Scaled(*found, grad._version, kept)
+                self.scaled[id(param)] = _Scaled.of(param, grad, kept)
 
     def forget(self, params: Iterable[Tensor]) -> None:
         """The gradients of these parameters were unscaled in place."""
         for param in params:
-            self._scaled.pop(id(param), None)
+            self.scaled.pop(id(param), None)
 
     def refuse(
         self,
@@ -297,8 +417,8 @@ class UnpreparedParams:
         Those are left out that a prepared optimizer has got since `find`, by `add_param_group` or
         because it wraps the one that holds them: it unscales them.
         """
-        known = {id(param) for param in params if id(param) in self._scaled}
-        scaled = {key for key in known if self._scaled[key].left() is not None}
+        known = {id(param) for param in params if id(param) in self.scaled}
+        scaled = {key for key in known if self.scaled[key].left() is not None}
         return scaled.difference(map(id, optimizers.params())) if scaled else scaled
 
     def _count_unwatched(
@@ -317,6 +437,8 @@ class UnpreparedParams:
         if not optimizers.scalers.scale_losses:
             new = [param for param in new if id(param) in own]
         self._params += _Watched.here(new)
+        grads = ((param, stored_grad(param)) for param in new)
+        self._doubted |= {id(p): TensorWeakRef(grad) for p, grad in grads if grad is not None}
         return sum(stored_grad(param) is not None for param in new if id(param) in own)
 
 

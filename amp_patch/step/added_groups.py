@@ -57,6 +57,7 @@ class AddedGroups:
         optimizer = self._optimizer()
         if self._is_fused and optimizer is not None:
             refuse_options(optimizer, param_group)
+        self._held.look_at_others()
         if self._held.masters is not None:
             self._add_masters(self._held.masters, original, param_group)
             return

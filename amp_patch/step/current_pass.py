@@ -41,6 +41,7 @@ class CurrentPass:
 
     Attributes:
         is_open: True inside a ``scale_loss`` of this optimizer.
+        scale: of that block; None outside of one.
         is_scaled: of this pass or the last one: False where the scale is 1, and hooks of the
             backward may step.
         reached: divides what comes to masters past the half parameters.
@@ -54,6 +55,7 @@ class CurrentPass:
         self._pass: OpenPass | None = None
         self._thread: int | None = None
         self.is_open, self.is_scaled = False, True
+        self.scale: float | Tensor | None = None
         self.reached = ReachedMasters()
 
     def open(
@@ -72,6 +74,7 @@ class CurrentPass:
             is_scaled: see above.
         """
         self.is_open, self._pass, self.is_scaled = True, backward_pass, is_scaled
+        self.scale = scale
         self.note_thread()
         if self._own is not None:
             self._own.keeps_sums = False
@@ -80,7 +83,7 @@ class CurrentPass:
 
     def close(self) -> None:
         """The pass is over."""
-        self.is_open, self._pass = False, None
+        self.is_open, self._pass, self.scale = False, None, None
         self.reached.end()
         if self._own is not None:
             self._own.keeps_sums = True

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -15,24 +15,48 @@ from amp_patch.arguments import refuse_half_params
 from amp_patch.casting.mode import HALVES
 from amp_patch.distributed.process_groups import StepRanks, groups_of
 from amp_patch.gradients.param_pairs import ParamPairs
+from amp_patch.gradients.true_gradients import TrueGradients
 from amp_patch.weights.master_weights import MasterWeights
 from amp_patch.weights.parameter_lists import are_still, listed
+
+#: Gets parameters that have left an optimizer; returns those of them whose gradients are
+#: multiplied by a loss scale, with this scale.
+LetGo = Callable[[Sequence[Tensor]], Sequence[tuple[Tensor, float | Tensor]]]
+
+
+class Joined(NamedTuple):
+    """A parameter that has come to an optimizer.
+
+    Attributes:
+        scale: what its gradient is multiplied by.
+        had_grad: whether it had one.
+        true: of the block in which it has come, if that keeps its gradient true.
+    """
+
+    param: Tensor
+    scale: float | Tensor
+    had_grad: bool
+    true: TrueGradients | None
 
 
 class Strays(Protocol):
     """Gradients that blocks have written to parameters which no optimizer of theirs held."""
 
     def follow(
-        self, before: Sequence[Tensor], now: Sequence[Tensor]
-    ) -> list[tuple[Tensor, float | Tensor]]:
+        self, before: Sequence[Tensor], now: Sequence[Tensor], let_go: LetGo
+    ) -> list[Joined]:
         """Note that an optimizer holds other parameters.
 
         Args:
             before, now: the parameters of the model that it holds.
+            let_go: is given those that it holds no more.
 
         Returns:
-            New ones, each with what its gradient, if it has one, is multiplied by.
+            New ones.
         """
+
+    def look(self) -> None:
+        """Parameters are about to come to an optimizer: let others see that some have left them."""
 
 
 class HeldParams:
@@ -48,8 +72,8 @@ class HeldParams:
         masters, steps_halves: as given.
         ranks: as given, or as the parameters say. Right from a call of `pairs` on.
         firsts: of each group the first parameter that has a master. As of the last call of `pairs`.
-        joined: parameters that have come to the optimizer, and what a gradient that they came with
-            is multiplied by; emptied by who takes these over. Likewise.
+        joined: parameters that have come to the optimizer; emptied by who takes over the gradients
+            that they came with. Likewise.
     """
 
     def __init__(
@@ -68,20 +92,41 @@ class HeldParams:
         self._ranks_follow = ranks is None
         self.ranks = ranks or StepRanks()
         self._strays: Strays | None = None
-        self.joined: list[tuple[Tensor, float | Tensor]] = []
+        self._let_go: Callable[[], LetGo | None] = lambda: None  # weak, for it knows this object
+        self._looks = False
+        self.joined: list[Joined] = []
 
-    def take_joined(self) -> list[tuple[Tensor, float | Tensor]]:
+    def take_joined(self) -> list[Joined]:
         """Return `joined`, which is empty then."""
         joined, self.joined = self.joined, []
         return joined
 
-    def follow_strays(self, strays: Strays) -> None:
-        """Ask from now on for the gradients of parameters that come, and of those held now."""
+    def follow_strays(self, strays: Strays, let_go: LetGo) -> None:
+        """Ask from now on for the gradients of parameters that come, and of those held now.
+
+        Args:
+            strays: are asked.
+            let_go: a method, see `Strays.follow`; held weakly.
+        """
         if self._strays is None:
-            held = strays.follow((), self.pairs().model)
+            held = strays.follow((), self.pairs().model, let_go)
             # gradients that are true were there before `amp.initialize`, which has seen to them
-            self.joined += [row for row in held if isinstance(row[1], Tensor) or row[1] != 1.0]
-            self._strays = strays
+            self.joined += [
+                row for row in held if isinstance(row.scale, Tensor) or row.scale != 1.0
+            ]
+            self._strays, self._let_go = strays, weakref.WeakMethod(let_go)
+
+    def look_at_others(self) -> None:
+        """Parameters are about to come; see `Strays.look`.
+
+        Of masters that have left another optimizer that one alone knows which gradients they have.
+        """
+        if self._strays is not None and not self._looks:
+            self._looks = True  # two may have changed groups, and each ask the other
+            try:
+                self._strays.look()
+            finally:
+                self._looks = False
 
     @property
     def are_repeated(self) -> bool:
@@ -119,6 +164,7 @@ class HeldParams:
         masters = self.masters
         has_halves = any(one.dtype in HALVES for one in stepped)
         if masters is not None and (has_halves or masters.has_others(stepped)):
+            self.look_at_others()
             self._replace_own(groups, masters)
             stepped = list(chain.from_iterable(group["params"] for group in groups))
         self._stepped = stepped = listed(stepped)
@@ -128,7 +174,8 @@ class HeldParams:
         params = stepped if masters is None else listed(map(masters.param_of, stepped))
         before, self._pairs = self._pairs, ParamPairs(params, stepped)
         if self._strays is not None:
-            self.joined += self._strays.follow(before.model, params)
+            let_go = self._let_go() or _nothing
+            self.joined += self._strays.follow(before.model, params, let_go)
         self.firsts = self._firsts(groups)
         if masters is not None or not self.steps_halves:
             self._frozen = [one for one in stepped if one.dtype in HALVES]
@@ -165,6 +212,10 @@ class HeldParams:
             return
         for group in optimizer.param_groups:
             group["params"][:] = self.masters.replace(group["params"])
+
+
+def _nothing(_: Sequence[Tensor]) -> Sequence[tuple[Tensor, float | Tensor]]:
+    return ()
 
 
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")

@@ -34,6 +34,7 @@ from .current_pass import CurrentPass, OpenPass
 from .given_gradients import skip_nonfinite
 from .held_params import HeldParams, Strays
 from .joined_params import JoinedParams
+from .parted_params import PartedParams
 from .shown_masters import ShownMasters
 from .skip import Skip
 from .zeroing import Zeroing
@@ -87,6 +88,7 @@ class OptimizerBackward:
         self._foreign = ForeignGradients()
         self.current = CurrentPass(held, self.gradients, skip)
         self.joined = JoinedParams(held, self.gradients)
+        self._parted = PartedParams(held, self.gradients, self._foreign, self.current, skip)
         self.shown = ShownMasters(
             held, self.gradients, fused, self.current, self._foreign, self.joined
         )
@@ -170,7 +172,7 @@ class OptimizerBackward:
 
     def follow_strays(self, strays: Strays) -> None:
         """See `HeldParams.follow_strays`."""
-        self._held.follow_strays(strays)
+        self._held.follow_strays(strays, self._parted.let_go)
 
     def _are_dropped(self) -> bool:
         """Return whether the user cleared all gradients, or, after a known overflow, zeroed them.
@@ -239,6 +241,8 @@ class OptimizerBackward:
         self._foreign.own_passes += 1
         self.unshared_scale = None
         self.current.close()
+        if self.joined.kept:
+            self.joined.end_pass()
 
     def look_at_given(self) -> None:
         """Ask for a skip where gradients are not finite that the script may have given; may wait.

@@ -220,6 +220,163 @@ def test_a_layer_with_a_gradient_may_come_inside_of_a_block_that_leaves_its_own_
     assert_alike(trained[1], trained[0], level)
 
 
+class Stray:
+    """An optimizer of one layer, and another layer, whose gradient is 1 for each backward."""
+
+    def __init__(self, amp: ModuleType, level: str, scale: float = 64.0) -> None:
+        self.amp = amp
+        self.own, self.stray = nn.Linear(2, 1), nn.Linear(2, 1)
+        self.optimizer = SGD(self.own.parameters(), lr=1.0)
+        options = {"loss_scale": scale} if level in ("O1", "O2", "O5") else {}
+        self.amp.initialize(
+            [self.own, self.stray], self.optimizer, opt_level=level, verbosity=0, **options
+        )
+
+    def loss(self, *layers: nn.Module) -> Tensor:
+        inputs = torch.ones(1, 2)  # initialized one by one, layers cast them
+        return sum((layer(inputs).float().sum() for layer in layers), torch.zeros(()))
+
+    def block(self, *layers: nn.Module, **options: Any) -> None:
+        scaled_backward(self.amp, self.loss(*layers), self.optimizer, **options)
+
+    def join(self, how: str = "add") -> None:
+        if how == "add":
+            self.optimizer.add_param_group({"params": self.stray.parameters()})
+        else:
+            self.optimizer.param_groups[0]["params"].extend(self.stray.parameters())
+
+    def moved_by(self) -> float:
+        """Step; return what the layer's bias has moved by."""
+        before = self.stray.state_dict()["bias"].clone()
+        self.optimizer.step()
+        return round((before - self.stray.state_dict()["bias"]).item(), 2)
+
+
+@pytest.mark.parametrize("order", ["plain first", "block first", "both twice"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_plain_backwards_and_blocks_add_up_at_a_layer_without_an_optimizer(
+    amp: ModuleType, level: str, order: str
+) -> None:
+    one = Stray(amp, level)
+    if order == "block first":
+        one.block(one.own, one.stray)
+    one.loss(one.stray).backward()
+    if order != "block first":
+        one.block(one.own, one.stray)
+    if order == "both twice":
+        one.loss(one.stray).backward()
+        one.block(one.own, one.stray, delay_unscale=True)
+        one.block(one.own)
+    one.join()
+    assert one.moved_by() == (4.0 if order == "both twice" else 2.0)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_true_gradient_that_no_block_reaches_stays_as_it_is(amp: ModuleType, level: str) -> None:
+    one = Stray(amp, level, scale=2.0**16)
+    one.loss(one.stray).backward()
+    one.block(one.own)
+    assert one.stray.bias.grad.item() == 1.0
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_of_true_gradients_that_are_cleared_in_the_block_nothing_is_left(
+    amp: ModuleType, level: str
+) -> None:
+    one = Stray(amp, level)
+    one.loss(one.stray).backward()
+    with amp.scale_loss(one.loss(one.own, one.stray), one.optimizer) as scaled_loss:
+        one.stray.zero_grad()
+        scaled_loss.backward()
+    one.join()
+    assert one.moved_by() == 1.0
+
+
+@pytest.mark.parametrize("how", ["add", "extend"])
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("delay", [False, True])
+@pytest.mark.parametrize("reaches", [False, True])
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_layer_with_a_true_gradient_may_come_inside_of_a_block(
+    amp: ModuleType, level: str, reaches: bool, delay: bool, when: str, how: str
+) -> None:
+    one = Stray(amp, level)
+    one.loss(one.stray).backward()
+    loss = one.loss(one.own, *([one.stray] if reaches else []))
+    with amp.scale_loss(loss, one.optimizer, delay_unscale=delay) as scaled_loss:
+        if when == "before":
+            one.join(how)
+        scaled_loss.backward()
+        if when == "after":
+            one.join(how)
+    if delay:
+        one.block(one.own)
+    assert one.moved_by() == (2.0 if reaches else 1.0)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_a_layer_with_a_true_gradient_keeps_it_where_the_block_fails_in_which_it_comes(
+    amp: ModuleType, level: str
+) -> None:
+    one = Stray(amp, level)
+    one.loss(one.stray).backward()
+
+    def fail() -> None:
+        with amp.scale_loss(one.loss(one.own), one.optimizer):
+            one.join()
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        fail()
+    one.block(one.own)
+    assert one.moved_by() == 1.0
+
+
+@pytest.mark.parametrize(("level", "fused"), [("O1", False), ("O2", False), ("O2", True)])
+def test_a_layer_may_come_to_another_optimizer_inside_of_a_block(
+    amp: ModuleType, level: str, fused: bool
+) -> None:
+    layers = nn.ModuleList([nn.Linear(2, 1) for _ in range(3)])
+    first, second = (SGD(layer.parameters(), lr=1.0) for layer in layers[:2])
+    options = {"fused_step": True} if fused else {}
+    amp.initialize(
+        layers, [first, second], opt_level=level, loss_scale=64.0, verbosity=0, **options
+    )
+    before = layers.state_dict()["2.bias"].clone()
+    inputs = torch.ones(1, 2, dtype=layers[0].weight.dtype)
+    loss = layers[0](inputs).float().sum() + layers[2](inputs).float().sum()
+    with amp.scale_loss(loss, first) as scaled_loss:
+        scaled_loss.backward()
+        second.add_param_group({"params": layers[2].parameters()})
+    second.step()
+    torch.testing.assert_close(layers.state_dict()["2.bias"], before - 1.0, rtol=0, atol=1e-2)
+
+
+@pytest.mark.filterwarnings("ignore:Gradient overflow")
+@pytest.mark.parametrize("fused", [False, True])
+def test_what_has_overflowed_does_not_wait_for_the_next_step(amp: ModuleType, fused: bool) -> None:
+    one = Training(amp, "O2", loss_scale=2.0**8, fused_step=fused)
+    scaled_backward(amp, one.model(X).float().square().mean() * torch.inf, one.optimizer)
+    one.optimizer.step()
+    one.optimizer.zero_grad()
+    add_group(one)
+    one.step()
+    assert all(weight.isfinite().all() for weight in one.weights())
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_gradients_that_wait_for_a_fused_step_wait_on_when_a_layer_comes_in_a_block(
+    amp: ModuleType, level: str
+) -> None:
+    trained = []
+    for one in (Training(None), Training(amp, level, fused_step=True, loss_scale=2.0**8)):
+        one.backward()
+        block(one, add_group, nothing)
+        one.optimizer.step()
+        trained.append(one.weights())
+    assert_alike(trained[1], trained[0], level)
+
+
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 @pytest.mark.parametrize(
     "acts", [(add_group, nothing), (nothing, add_group)], ids=["before", "after"]

@@ -1,0 +1,76 @@
+"""Parameters that leave an optimizer, with gradients that they have.
+
+Plain PyTorch leaves these where they are: for another optimizer, or for the time when the
+parameters come back. What the optimizer alone knows of them goes into them, or is handed on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from amp_patch.gradients.foreign_gradients import ForeignGradients
+from amp_patch.gradients.gradients import Gradients
+from amp_patch.gradients.param_pairs import ParamPairs
+from amp_patch.weights.parameter_lists import clear_grads
+
+from .current_pass import CurrentPass
+from .held_params import HeldParams
+from .skip import Skip
+
+
+class PartedParams:
+    """Lets go of parameters that one optimizer holds no more.
+
+    Args:
+        held: the others.
+        gradients: of its parameters.
+        foreign: those of them that came of other optimizers' blocks.
+        current: the pass that it is in.
+        skip: whether its next step is skipped.
+    """
+
+    def __init__(
+        self,
+        held: HeldParams,
+        gradients: Gradients,
+        foreign: ForeignGradients,
+        current: CurrentPass,
+        skip: Skip,
+    ) -> None:
+        self._held, self._masters, self._gradients = held, held.masters, gradients
+        self._foreign, self._current, self._skip = foreign, current, skip
+
+    def let_go(self, gone: Sequence[Tensor]) -> list[tuple[Tensor, float | Tensor]]:
+        """See `LetGo`; what has overflowed is gone, as after a skipped step."""
+        waiting, gone = self._joined(gone)
+        pairs, rest = self._pairs(gone), self._held.pairs()
+        found = [*waiting, *self._foreign.let_go(gone)]
+        if self._skip.pending:
+            self._skip.settle()
+        if self._skip.found():
+            self._gradients.let_go(pairs, rest, None)
+            clear_grads([*pairs.model, *pairs.master])
+            return found
+        return [*found, *self._gradients.let_go(pairs, rest, self._current.scale)]
+
+    def _joined(
+        self, gone: Sequence[Tensor]
+    ) -> tuple[list[tuple[Tensor, float | Tensor]], list[Tensor]]:
+        """Return those that have come lately, with what they came with, and the others."""
+        ids = set(map(id, gone))
+        came = [row for row in self._held.joined if id(row.param) in ids]
+        self._held.joined = [row for row in self._held.joined if id(row.param) not in ids]
+        clear_grads(
+            master
+            for param, master in zip(*self._pairs([row.param for row in came]), strict=True)
+            if param is not master  # a copy
+        )
+        others = ids.difference(id(row.param) for row in came)
+        return [row[:2] for row in came], [param for param in gone if id(param) in others]
+
+    def _pairs(self, params: Sequence[Tensor]) -> ParamPairs:
+        pairs = () if self._masters is None else self._masters.pairs()
+        known = {id(param): master for param, master in pairs}
+        return ParamPairs(list(params), [known.get(id(param), param) for param in params])
