@@ -149,7 +149,7 @@ class HeldParams:
         if len(groups) == 1:
             stepped = groups[0]["params"]
         else:
-            stepped = list(chain.from_iterable(group["params"] for group in groups))
+            stepped = list(chain.from_iterable(map(_PARAMS, groups)))
         if not are_still(self._stepped, stepped):
             self._look(groups, stepped)
         return self._pairs
@@ -166,7 +166,7 @@ class HeldParams:
         if masters is not None and (has_halves or masters.has_others(stepped)):
             self.look_at_others()
             self._replace_own(groups, masters)
-            stepped = list(chain.from_iterable(group["params"] for group in groups))
+            stepped = list(chain.from_iterable(map(_PARAMS, groups)))
         self._stepped = stepped = listed(stepped)
         once = {id(one): one for one in stepped}  # its gradient is to be divided once
         if len(once) < len(stepped):
@@ -199,7 +199,7 @@ class HeldParams:
         The script has put them there in the place of masters, or beside them, where it looked for
         what is no parameter there; or a model of the optimizer was prepared by a call of its own.
         """
-        held = set(map(id, chain.from_iterable(group["params"] for group in groups)))
+        held = set(map(id, chain.from_iterable(map(_PARAMS, groups))))
         for group in groups:
             given = group["params"]
             replaced = zip(given, masters.replace(given), strict=True)
@@ -218,4 +218,5 @@ def _nothing(_: Sequence[Tensor]) -> Sequence[tuple[Tensor, float | Tensor]]:
     return ()
 
 
+_PARAMS = operator.itemgetter("params")
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
