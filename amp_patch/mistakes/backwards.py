@@ -146,7 +146,11 @@ class Backwards:
             reached = _reached_by(tensors) if is_plain else set
             if is_plain and prepared and not running:
                 self._lead(reached)
-            result = run(tensors, *args, **kwargs)
+            try:
+                result = run(tensors, *args, **kwargs)
+            finally:
+                if is_plain and self._unprepared.blocks and not is_in_backward():
+                    self._unprepared.end_plain()
             if is_plain or running or not prepared:
                 self._follow(is_plain, reached)
             return result
@@ -157,8 +161,8 @@ class Backwards:
         """A backward begins that is of no scaled loss."""
         if not is_in_backward():
             self._before_plain(reached)
-            if self._unprepared.scaled:
-                self._unprepared.unscale(reached)
+            if self._unprepared.scaled or self._unprepared.blocks:
+                self._unprepared.begin_plain(reached)
 
     def _follow(self, is_plain: bool, reached: Reached) -> None:
         """A backward has ended that is of no scaled loss, in a step, or beside no optimizer."""

@@ -139,6 +139,7 @@ class UnpreparedParams:
 
     Attributes:
         scaled: those with scaled gradients, by their ids; some may be others by now.
+        blocks: those of scaled losses that are open.
     """
 
     def __init__(
@@ -150,7 +151,7 @@ class UnpreparedParams:
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.scaled: dict[int, _Scaled] = {}
         self._losses_to_look_at = 0
-        self._blocks: list[_Block] = []
+        self.blocks: list[_Block] = []
         self._doubted: dict[int, TensorWeakRef] = {}  # gradients, by the id of the parameter
 
     def __bool__(self) -> bool:
@@ -212,13 +213,13 @@ class UnpreparedParams:
             outer.true.is_on = False
         block = _Block(Watch.of([]), kept)
         block.watches = [watch := self._watch(self._alive(threading.get_ident()), block)]
-        self._blocks.append(block)
+        self.blocks.append(block)
         return watch
 
     def _open(self) -> list[_Block]:
         """Return the blocks of this thread, each inside of the one before."""
         thread = threading.get_ident()
-        return [block for block in self._blocks if block.thread == thread]
+        return [block for block in self.blocks if block.thread == thread]
 
     def _watch(self, params: Sequence[Tensor], block: _Block) -> Watch:
         """Return parameters as they are in a block, which keeps their true gradients so."""
@@ -227,6 +228,10 @@ class UnpreparedParams:
         left = [(p, grad) for p, grad in rows if grad is not None and id(p) not in self.scaled]
         doubted = self._doubted
         true = [p for p, grad in left if id(p) not in doubted or doubted[id(p)]() is not grad]
+        for outer in self._open():
+            if outer is not block and true:
+                scaled = {id(param) for param, _ in outer.written(self._plain_backwards())}
+                true = [param for param in true if id(param) not in scaled]
         if true:
             block.true.keep(true)
         return watch
@@ -235,10 +240,10 @@ class UnpreparedParams:
         self, watch: Watch, optimizers: Sequence[OptimizerBackward], scale: float | Tensor
     ) -> None:
         """See `OptimizerBackward.note_foreign`."""
-        for block in [one for one in self._blocks if one.watches[0] is watch]:
+        for block in [one for one in self.blocks if one.watches[0] is watch]:
             for one in optimizers:
                 one.pairs()  # what has come to them in the block may ask for it
-            self._blocks.remove(block)
+            self.blocks.remove(block)
             block.true.end()
             self._note(block.written(self._plain_backwards()), optimizers, scale)
         for outer in self._open()[-1:]:
@@ -260,7 +265,7 @@ class UnpreparedParams:
         ids = set(map(id, new))
         self._params = [one for one in self._params if id(one.param()) not in ids]
         joined = list(map(self._joined, new))
-        for block in self._blocks:
+        for block in self.blocks:
             block.take(new)
         return joined
 
@@ -286,18 +291,25 @@ class UnpreparedParams:
         scales = (step.backward.foreign_scale_of(param) for step in list(self._steps.values()))
         return next((scale for scale in scales if scale is not None), 1.0)
 
-    def unscale(self, reached: Reached) -> None:
-        """Unscale what a backward of no scaled loss is about to add to.
+    def begin_plain(self, reached: Reached) -> None:
+        """A backward of no scaled loss begins: what it is about to add to is unscaled.
 
         Args:
             reached: see `Reached`.
         """
+        for block in self._open():
+            block.true.is_on = False
         rows = [(key, one.left(), one.scale) for key, one in self.scaled.items()]
         for key, grad, scale in rows if rows else ():
             if key in reached():
                 del self.scaled[key]
                 if grad is not None:
                     bring_to(1.0, scale, [grad])
+
+    def end_plain(self) -> None:
+        """It has ended, or failed; what follows is of the innermost open block again."""
+        for block in self._open()[-1:]:
+            block.true.is_on = True
 
     @contextlib.contextmanager
     def unscaling(self) -> Iterator[None]:
@@ -308,9 +320,9 @@ class UnpreparedParams:
         self.look()
         left = [(one.param(), one.scale) for one in self.scaled.values() if one.left() is not None]
         yield
-        for block in self._blocks:
+        for block in self.blocks:
             block.true.end()
-        self._blocks.clear()
+        self.blocks.clear()
         ids = set(self.scaled)
         self.scaled.clear()
         for param, scale in left:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import pytest
 import torch
 from torch import nn
@@ -72,3 +74,67 @@ def test_sparse_ones_are_divided() -> None:
     true.keep([table.weight])
     (loss * 8.0).backward()
     assert table.weight.grad.to_dense().flatten().tolist() == [0.0, 2.0, 0.0]
+
+
+LEVELS = pytest.mark.parametrize("level", ["O1", "O2"])
+
+
+@LEVELS
+def test_a_plain_backward_in_a_block_adds_all_of_it(amp: ModuleType, level: str) -> None:
+    """Of a probe with an optimizer of its own, over detached features, which accumulates."""
+    model, probe = nn.Linear(2, 2), nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    probe_optimizer = torch.optim.SGD(probe.parameters(), lr=0.0)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=1024.0, verbosity=0)
+    for _ in range(2):
+        probe_optimizer.zero_grad()
+        for _ in range(3):
+            loss = model(torch.ones(1, 2)).float().sum()
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+                probe(torch.ones(1, 2)).float().sum().backward()
+        assert probe.weight.grad.tolist() == [[3.0, 3.0]]
+        probe_optimizer.step()
+
+
+@LEVELS
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_follows_a_plain_backward_is_the_blocks_again(
+    amp: ModuleType, level: str, fails: bool
+) -> None:
+    layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 1)])
+    optimizer = torch.optim.SGD(layers[0].parameters(), lr=0.0)
+    amp.initialize(layers, optimizer, opt_level=level, loss_scale=1024.0, verbosity=0)
+    x = torch.ones(1, 2, dtype=layers[1].weight.dtype)
+    layers[1](x).float().sum().backward()
+    loss = layers[1](0.0 * layers[0](x) + x).float().sum()
+    leaf = torch.ones(1, requires_grad=True)
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        if fails:
+            leaf.register_hook(lambda grad: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                leaf.sum().backward()
+        else:
+            leaf.sum().backward()
+        scaled_loss.backward()
+    optimizer.add_param_group({"params": layers[1].parameters()})
+    [weight, _] = list(amp.master_params(optimizer))[2:]
+    assert weight.grad.tolist() == [[2.0, 2.0]]
+
+
+@LEVELS
+def test_blocks_inside_of_another_add_to_what_that_has_scaled(amp: ModuleType, level: str) -> None:
+    """To a layer that no optimizer holds, until one gets it."""
+    layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 1)])
+    first, second = (torch.optim.SGD(layers[row].parameters(), lr=0.0) for row in (0, 1))
+    options = {"opt_level": level, "loss_scale": 1024.0, "verbosity": 0}
+    amp.initialize(layers, [first, second], **options)
+    x = torch.ones(1, 2, dtype=layers[2].weight.dtype)
+    losses = [layers[2](0.0 * layers[row](x) + x).float().sum() for row in (0, 1)]
+    with amp.scale_loss(losses[0], first) as outer:
+        outer.backward()
+        with amp.scale_loss(losses[1], second) as inner:
+            inner.backward()
+    first.add_param_group({"params": layers[2].parameters()})
+    [weight, _] = list(amp.master_params(first))[2:]
+    assert weight.grad.tolist() == [[2.0, 2.0]]
