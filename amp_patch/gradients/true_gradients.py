@@ -7,6 +7,7 @@ instead would overflow in half precision, and be for nothing where the backward 
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Iterable
 from typing import Any
 
@@ -34,7 +35,7 @@ class TrueGradients:
     """
 
     def __init__(self, scale: float | Tensor) -> None:
-        self._scale = scale
+        self._scale, self._thread = scale, threading.get_ident()
         self.is_on = True
         self._kept: dict[int, TensorWeakRef] = {}  # by the ids of parameters
         self._added_to: set[int] = set()
@@ -45,7 +46,7 @@ class TrueGradients:
         if torch.is_inference_mode_enabled():
             return
         for param in params:
-            if param.requires_grad and not is_spread(param):
+            if param.requires_grad and not is_spread(param) and id(param) not in self._kept:
                 self._kept[id(param)] = TensorWeakRef(param)
                 node: Any = get_gradient_edge(param).node
                 divide = functools.partial(self._divide, id(param))
@@ -69,6 +70,8 @@ class TrueGradients:
     def _divide(self, key: int, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
         if not self.is_on or key not in self._kept:
             return None
+        if grads[0].is_cpu and threading.get_ident() != self._thread:
+            return None  # a backward of another thread, which runs in that on a CPU
         param = self._kept[key]()
         held = None if param is None else stored_grad(param)
         if held is None or not (captures.are_made(held.device) or bool(values(held).any())):

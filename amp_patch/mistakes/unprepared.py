@@ -258,7 +258,11 @@ class UnpreparedParams:
             for param, scale in let_go(gone):
                 if (grad := stored_grad(param)) is not None:
                     self.scaled[id(param)] = _Scaled.of(param, grad, _copied(scale))
-            self._params += _Watched.here(param for param in gone if param.requires_grad)
+            steps = list(self._steps.values())
+            held = set(map(id, chain.from_iterable(one.backward.pairs().model for one in steps)))
+            held.update(id(one.param()) for one in self._params)
+            left = [one for one in gone if one.requires_grad and id(one) not in held]
+            self._params += _Watched.here(left)
         if not new:
             return []
         self.look()

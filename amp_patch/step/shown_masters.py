@@ -192,6 +192,8 @@ class ShownMasters:
         """A backward outside of ``scale_loss`` begins; see `Gradients.give_back`."""
         if self._current.is_open:
             return
+        if self._held.joined:  # of which new masters have copies
+            self._joined.take_over()
         self._gradients.stepped.follow()
         self._gradients.give_back(self._pairs())
 

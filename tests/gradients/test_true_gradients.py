@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import ModuleType
 
 import pytest
@@ -138,3 +139,22 @@ def test_blocks_inside_of_another_add_to_what_that_has_scaled(amp: ModuleType, l
     first.add_param_group({"params": layers[2].parameters()})
     [weight, _] = list(amp.master_params(first))[2:]
     assert weight.grad.tolist() == [[2.0, 2.0]]
+
+
+def test_a_backward_of_another_thread_adds_all_of_it(param: nn.Parameter) -> None:
+    true = TrueGradients(8.0)
+    true.keep([param])
+    other = threading.Thread(target=lambda: param.sum().backward())
+    other.start()
+    other.join()
+    assert param.grad.tolist() == [4.0, 4.0]
+    param.sum().mul(8.0).backward()
+    assert param.grad.tolist() == [5.0, 5.0]
+
+
+def test_a_parameter_that_is_named_twice_is_divided_once(param: nn.Parameter) -> None:
+    true = TrueGradients(8.0)
+    true.keep([param, param])
+    true.keep([param])
+    param.sum().mul(8.0).backward()
+    assert param.grad.tolist() == [4.0, 4.0]

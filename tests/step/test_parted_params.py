@@ -186,3 +186,34 @@ def test_two_groups_may_change_places(amp: ModuleType, level: str) -> None:
     assert two.moved_by() == [0.0, 3.0, 0.0]
     two.first.step()
     assert two.moved_by() == [2.0, 3.0, 4.0]
+
+
+@pytest.mark.parametrize("level", SCALED)
+def test_a_layer_that_two_optimizers_let_go_is_added_to_once(amp: ModuleType, level: str) -> None:
+    two = Two(amp, level)
+    shared = two.first.param_groups[1]
+    two.second.add_param_group({"params": list(two.layers[1].parameters())})
+    two.block(1.0, 0.0, 1.0)
+    for optimizer in (two.first, two.second):
+        optimizer.param_groups.pop()
+        optimizer.zero_grad()
+    two.loss(0.0, 2.0).backward()
+    two.block_of(two.first, 1.0, 4.0)
+    two.first.param_groups.append(shared)
+    two.first.step()
+    assert two.moved_by() == [1.0, 6.0, 0.0]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_cleared_gradient_of_a_group_that_moved_is_back_after_no_backward(
+    amp: ModuleType, level: str
+) -> None:
+    two = Two(amp, level, loss_scale=1.0)
+    group = two.first.param_groups.pop()
+    two.loss(0.0, 2.0).backward()
+    two.second.param_groups.append(group)
+    two.layers.zero_grad()
+    nn.Linear(2, 1)(torch.ones(1, 2)).sum().backward()
+    assert two.layers[1].bias.grad is None
+    two.second.step()
+    assert two.moved_by() == [0.0, 0.0, 0.0]
