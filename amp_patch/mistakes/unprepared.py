@@ -322,6 +322,9 @@ class UnpreparedParams:
         In the block half parameters become float32 ones, and an optimizer may take over some.
         """
         self.look()
+        for step in list(self._steps.values()):
+            if step.backward.current.is_open:  # called in a block, after its backward
+                step.backward.current.end_early(steps=False)
         left = [(one.param(), one.scale) for one in self.scaled.values() if one.left() is not None]
         yield
         for block in self.blocks:

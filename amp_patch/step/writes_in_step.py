@@ -38,7 +38,7 @@ class WritesInStep:
         self._masters, self._is_foreign = masters, is_foreign
         self._name = type(optimizer).__name__
         self._before: list[int] | None = None
-        self._agreements = 0
+        self._agreements = self._reads = 0
         self._hook = self._follow_hooks_of(optimizer)
         self._hooks = [self._hook, *map(self._follow_hooks_of, wrapped)]
 
@@ -69,7 +69,7 @@ class WritesInStep:
         A step that calls another one, ``super().step()`` say, goes on when the masters are
         published.
         """
-        if not self._were_made():
+        if not (self._were_made() or self._may_be_unseen()):
             return False
         self._masters.reconcile()
         self._note()
@@ -91,8 +91,16 @@ class WritesInStep:
         is_known = self._before is not None and self._agreements == self._masters.agreements
         return is_known and self._masters.weight_versions() != self._before
 
+    def _may_be_unseen(self) -> bool:
+        """Tell whether hooks have read ``.data`` of a half tensor, and may have written to it."""
+        is_known = self._before is not None and self._agreements == self._masters.agreements
+        return is_known and self._masters.count_data_reads() != self._reads
+
     def _note(self) -> None:
-        self._before = self._masters.weight_versions()
+        self._before, self._reads = (
+            self._masters.weight_versions(),
+            self._masters.count_data_reads(),
+        )
         self._agreements = self._masters.agreements
 
     def _follow_hooks_of(self, optimizer: Optimizer) -> RemovableHandle | None:

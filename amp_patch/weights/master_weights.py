@@ -96,6 +96,10 @@ class MasterWeights:
         """Return the versions of the half parameters, which tell of writes to them."""
         return self._pairs.half_versions()
 
+    def count_data_reads(self) -> int:
+        """Return how often scripts have read ``.data`` of half tensors, by which they may write."""
+        return self._values.data_reads
+
     def replace(self, params: Sequence[Any]) -> list[Any]:
         """Return ``params`` with a master for each half one, see `MasterPairs.replace`."""
         count = len(self._pairs)

@@ -217,3 +217,18 @@ def test_a_cleared_gradient_of_a_group_that_moved_is_back_after_no_backward(
     assert two.layers[1].bias.grad is None
     two.second.step()
     assert two.moved_by() == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_deactivate_in_a_block_unscales_what_no_optimizer_holds(
+    amp: ModuleType, level: str
+) -> None:
+    two = Two(amp, level)
+    two.second.param_groups.clear()
+    two.second.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+    two.second.zero_grad()
+    with amp.scale_loss(two.loss(1.0, 0.0, 4.0), two.first) as scaled_loss:
+        scaled_loss.backward()
+        amp.deactivate()
+    assert two.layers[2].bias.grad.tolist() == [4.0]
+    assert two.layers[0].bias.grad.tolist() == [1.0]

@@ -345,3 +345,36 @@ def test_deactivate_takes_the_hook_of_a_wrapped_optimizer_off(amp: ModuleType) -
     assert training.optimizer.base._optimizer_step_pre_hooks
     amp.deactivate()
     assert not training.optimizer.base._optimizer_step_pre_hooks
+
+
+@LEVELS
+@pytest.mark.parametrize("fused_step", [False, True])
+@pytest.mark.parametrize("steps", [3, 20])
+def test_a_hook_before_the_step_may_write_by_data(
+    amp: ModuleType, level: str, fused_step: bool, steps: int
+) -> None:
+    """As a mask of pruning does, which moves no version."""
+    model = nn.Linear(4, 4)
+    optimizer = SGD(model.parameters(), lr=0.25)
+    amp.initialize(
+        model, optimizer, opt_level=level, loss_scale=64.0, fused_step=fused_step, verbosity=0
+    )
+
+    def step(by: float) -> None:
+        optimizer.zero_grad()
+        loss = by * model(torch.ones(1, 4)).sum()
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+
+    for _ in range(steps):
+        step(0.0)
+
+    def fill(*_: object) -> None:
+        model.weight.data.fill_(0.5)
+
+    hook = optimizer.register_step_pre_hook(fill)
+    step(1.0)
+    hook.remove()
+    assert torch.equal(model.weight.float(), torch.full((4, 4), 0.25))
+    assert torch.equal(model.state_dict()["weight"], torch.full((4, 4), 0.25))
