@@ -84,8 +84,4 @@ class TrueGradients:
         """Return a gradient divided, or 0 where it overflowed: what was there before stays."""
         scale = self._scale
         true = grad / (scale.to(grad.device) if isinstance(scale, Tensor) else scale)
-        return (
-            true
-            if true.is_sparse
-            else torch.where(true.isfinite().all(), true, torch.zeros_like(true))
-        )
+        return true if true.is_sparse else torch.where(true.isfinite().all(), true, 0.0)

@@ -200,7 +200,7 @@ class UnpreparedParams:
         """See `OptimizerBackward.watch_foreign`; it may add to what earlier ones wrote."""
         if scale is None:
             return Watch.of([])
-        found = ((key, one, one.left()) for key, one in self.scaled.items())
+        found = ((key, one, one.left()) for key, one in [*self.scaled.items()])
         left = [(k, one, g) for k, one, g in found if g is not None and values(g).any()]
         for old, grads in by_scale((grad, one.scale) for _, one, grad in left):
             bring_to(scale, old, grads)
@@ -303,7 +303,7 @@ class UnpreparedParams:
         """
         for block in self._open():
             block.true.is_on = False
-        rows = [(key, one.left(), one.scale) for key, one in self.scaled.items()]
+        rows = [(key, one.left(), one.scale) for key, one in [*self.scaled.items()]]
         for key, grad, scale in rows if rows else ():
             if key in reached():
                 del self.scaled[key]
@@ -325,7 +325,9 @@ class UnpreparedParams:
         for step in list(self._steps.values()):
             if step.backward.current.is_open:  # called in a block, after its backward
                 step.backward.current.end_early(steps=False)
-        left = [(one.param(), one.scale) for one in self.scaled.values() if one.left() is not None]
+        left = [
+            (one.param(), one.scale) for one in [*self.scaled.values()] if one.left() is not None
+        ]
         yield
         for block in self.blocks:
             block.true.end()
