@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -39,18 +39,28 @@ class TrueGradients:
         self.is_on = True
         self._kept: dict[int, TensorWeakRef] = {}  # by the ids of parameters
         self._added_to: set[int] = set()
+        # Gradients and versions at which they were not 0: to look again would wait for a device.
+        self._seen: dict[int, tuple[TensorWeakRef, int]] = {}
         self._hooks: list[tuple[Any, Any]] = []  # each with its node, which might go without it
 
     def keep(self, params: Iterable[Tensor]) -> None:
         """Follow, from now on, what backwards add to these, which have true gradients."""
         if torch.is_inference_mode_enabled():
             return
-        for param in params:
-            if param.requires_grad and not is_spread(param) and id(param) not in self._kept:
-                self._kept[id(param)] = TensorWeakRef(param)
-                node: Any = get_gradient_edge(param).node
-                divide = functools.partial(self._divide, id(param))
-                self._hooks.append((node, node.register_prehook(divide)))
+        chosen = [
+            param
+            for param in dict.fromkeys(params)
+            if param.requires_grad and not is_spread(param) and id(param) not in self._kept
+        ]
+        grads = [stored_grad(param) for param in chosen]
+        for param, grad, is_one in zip(chosen, grads, _are_any(grads), strict=True):
+            if grad is None or not is_one:
+                continue
+            self._kept[id(param)] = TensorWeakRef(param)
+            self._seen[id(param)] = TensorWeakRef(grad), grad._version
+            node: Any = get_gradient_edge(param).node
+            divide = functools.partial(self._divide, id(param))
+            self._hooks.append((node, node.register_prehook(divide)))
 
     def end(self) -> None:
         """The block is over."""
@@ -74,7 +84,9 @@ class TrueGradients:
             return None  # a backward of another thread, which runs in that on a CPU
         param = self._kept[key]()
         held = None if param is None else stored_grad(param)
-        if held is None or not (captures.are_made(held.device) or bool(values(held).any())):
+        seen, version = self._seen[key]
+        is_as_seen = held is not None and seen() is held and version == held._version
+        if not (is_as_seen or _are_any([held])[0]):
             del self._kept[key]  # cleared in the block
             return None
         self._added_to.add(key)
@@ -85,3 +97,19 @@ class TrueGradients:
         scale = self._scale
         true = grad / (scale.to(grad.device) if isinstance(scale, Tensor) else scale)
         return true if true.is_sparse else torch.where(true.isfinite().all(), true, 0.0)
+
+
+def _are_any(grads: Sequence[Tensor | None]) -> list[bool]:
+    """Return of each gradient whether it is there and not 0; waits for a device once."""
+    found = [grad is not None for grad in grads]
+    rows = [
+        row
+        for row, grad in enumerate(grads)
+        if grad is not None and not captures.are_made(grad.device)
+    ]
+    flags = [values(cast(Tensor, grads[row])).any() for row in rows]
+    if flags:
+        read = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist()
+        for row, is_any in zip(rows, read, strict=True):
+            found[row] = is_any
+    return found

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from amp_patch.gradients import true_gradients
 from amp_patch.gradients.true_gradients import TrueGradients
 
 
@@ -158,3 +159,25 @@ def test_a_parameter_that_is_named_twice_is_divided_once(param: nn.Parameter) ->
     true.keep([param])
     param.sum().mul(8.0).backward()
     assert param.grad.tolist() == [4.0, 4.0]
+
+
+def test_a_gradient_that_stays_as_it_is_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To read its numbers waits for a device."""
+    params = [nn.Parameter(torch.ones(2)) for _ in range(3)]
+    for param in params[:2]:
+        param.grad = torch.full((2,), 3.0)
+    params[2].grad = torch.zeros(2)
+    looks: list[int] = []
+    look = true_gradients._are_any
+
+    def noted(grads: list[torch.Tensor | None]) -> list[bool]:
+        looks.append(len(grads))
+        return look(grads)
+
+    monkeypatch.setattr(true_gradients, "_are_any", noted)
+    true = TrueGradients(8.0)
+    true.keep(params)
+    torch.stack(params).sum().mul(8.0).backward()
+    assert looks == [3]
+    assert [param.grad.tolist() for param in params] == [[4.0, 4.0], [4.0, 4.0], [8.0, 8.0]]
+    assert [true.has(param) for param in params] == [True, True, False]
