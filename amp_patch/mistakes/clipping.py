@@ -20,7 +20,7 @@ from torch.compiler import is_compiling
 
 from amp_patch.distributed.norms import clip_by_norm
 from amp_patch.distributed.shards import by_mesh
-from amp_patch.kernels.torch_norms import CLIP_EPS
+from amp_patch.kernels.torch_norms import CLIP_EPS, clip_factor
 from amp_patch.kernels.without_grad import without_grad
 from amp_patch.step.optimizer_backward import OptimizerBackward
 from amp_patch.step.prepared_optimizers import PreparedOptimizers
@@ -147,7 +147,7 @@ def _clip_together(grads: list[Tensor], max_norm: float, norm_type: float) -> Te
     """Do what ``clip_grad_norm_`` does with gradients of one kind, by the same functions."""
     norms = torch._foreach_norm(grads, norm_type)
     total: Tensor = torch.linalg.vector_norm(torch.stack(list(norms)), norm_type)
-    torch._foreach_mul_(grads, torch.clamp(max_norm / (total + CLIP_EPS), max=1.0))
+    torch._foreach_mul_(grads, clip_factor(total, max_norm, CLIP_EPS))
     return total
 
 

@@ -43,13 +43,14 @@ from . import (
 from .backwards import Backwards
 from .dtype_notes import explain, explaining, explaining_cells, notebook
 from .grad_scaler import Passes, ServedScalers
+from .half_steps import HalfSteps
 from .late_modules import LateModules
 from .lone_scales import ScaleUsers
 from .plain_averages import PlainAverages
 from .rounded_targets import RoundedTargets
 from .split_averages import SplitAverages
 from .strange_optimizers import refuse_flat, warn_of_strangers
-from .unprepared import HalfSteps, UnpreparedParams
+from .unprepared import UnpreparedParams
 
 
 class Guard:

@@ -17,19 +17,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef
 
-from amp_patch.casting.mode import HALVES
 from amp_patch.gradients.foreign_gradients import Watch
 from amp_patch.gradients.scaled_gradients import bring_to, by_scale
-from amp_patch.gradients.true_gradients import TrueGradients
 from amp_patch.kernels import values
 from amp_patch.optimizers.groups import params_of
 from amp_patch.step.held_params import Joined, LetGo
 from amp_patch.step.optimizer_backward import OptimizerBackward
 from amp_patch.step.optimizer_step import OptimizerStep
 from amp_patch.step.prepared_optimizers import PreparedOptimizers, Reached
-from amp_patch.warn_once import warn
-from amp_patch.weights.fp32_values import FP32Values
 from amp_patch.weights.parameter_lists import stored_grad
+
+from .stray_gradients import OpenBlock, ScaledGradient
 
 _MEND = (
     "call amp.initialize(model, [optimizer, other_optimizer]) with every optimizer that the loss "
@@ -39,34 +37,6 @@ _MEND = (
 
 #: So many losses are looked at after each `UnpreparedParams.find`: a GAN has two or three.
 _LOSSES = 4
-
-
-class _Scaled(NamedTuple):
-    """A parameter with its scaled gradient, and what tells whether that is as it was.
-
-    Attributes:
-        scale: what the gradient is multiplied by.
-    """
-
-    param: TensorWeakRef
-    grad: TensorWeakRef
-    version: int
-    scale: float | Tensor
-
-    @classmethod
-    def of(cls, param: Tensor, grad: Tensor, scale: float | Tensor) -> _Scaled:
-        """Return a parameter with its gradient as it is now."""
-        return cls(TensorWeakRef(param), TensorWeakRef(grad), grad._version, scale)
-
-    def left(self) -> Tensor | None:
-        """Return the gradient if the parameter has it, and the script has not written to it.
-
-        It may have unscaled it, taken its signs, or zeroed it for a backward of its own.
-        """
-        param, grad = self.param(), self.grad()
-        if param is None or grad is None or self.version != grad._version:
-            return None
-        return grad if stored_grad(param) is grad else None
 
 
 class _Watched(NamedTuple):
@@ -82,48 +52,6 @@ class _Watched(NamedTuple):
     def here(cls, params: Iterable[Tensor]) -> list[_Watched]:
         """Return parameters that this thread trains."""
         return [cls(TensorWeakRef(param), threading.get_ident()) for param in params]
-
-
-class _Block:
-    """A block of a scaled loss, and what its backward finds at parameters that nobody unscales.
-
-    Args:
-        watch: these parameters, as they are before it.
-        scale: of the block.
-
-    Attributes:
-        scale: as given.
-        thread: that it is of.
-        watches: the given one, and others that begin in it.
-        true: those of their gradients that are not multiplied by any scale, and stay so.
-    """
-
-    def __init__(self, watch: Watch, scale: float | Tensor) -> None:
-        self.scale, self.thread = scale, threading.get_ident()
-        self.watches = [watch]
-        self.true = TrueGradients(scale)
-        self._taken: set[int] = set()
-
-    def written(self, plain_backwards: int) -> list[tuple[Tensor, Tensor]]:
-        """Return the parameters whose gradients it has multiplied by its scale, with these.
-
-        Not those that an optimizer has got since.
-
-        Args:
-            plain_backwards: how many there were; where there was one since, nothing is known:
-                another thread trains its own model, or the block does.
-        """
-        known = (one for one in self.watches if one.params and one.counted == plain_backwards)
-        rows = chain.from_iterable(one.written() for one in known)
-        return [
-            (param, grad)
-            for param, grad in rows
-            if id(param) not in self._taken and not self.true.has(param)
-        ]
-
-    def take(self, params: Iterable[Tensor]) -> None:
-        """An optimizer has got these."""
-        self._taken.update(map(id, params))
 
 
 class UnpreparedParams:
@@ -149,9 +77,9 @@ class UnpreparedParams:
         self._params: list[_Watched] = []
         self._frozen: dict[int, TensorWeakRef] = {}  # by the id of the parameter
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self.scaled: dict[int, _Scaled] = {}
+        self.scaled: dict[int, ScaledGradient] = {}
         self._losses_to_look_at = 0
-        self.blocks: list[_Block] = []
+        self.blocks: list[OpenBlock] = []
         self._doubted: dict[int, TensorWeakRef] = {}  # gradients, by the id of the parameter
 
     def __bool__(self) -> bool:
@@ -211,17 +139,17 @@ class UnpreparedParams:
         self._forget_dead()
         for outer in self._open():
             outer.true.is_on = False
-        block = _Block(Watch.of([]), kept)
+        block = OpenBlock(Watch.of([]), kept)
         block.watches = [watch := self._watch(self._alive(threading.get_ident()), block)]
         self.blocks.append(block)
         return watch
 
-    def _open(self) -> list[_Block]:
+    def _open(self) -> list[OpenBlock]:
         """Return the blocks of this thread, each inside of the one before."""
         thread = threading.get_ident()
         return [block for block in self.blocks if block.thread == thread]
 
-    def _watch(self, params: Sequence[Tensor], block: _Block) -> Watch:
+    def _watch(self, params: Sequence[Tensor], block: OpenBlock) -> Watch:
         """Return parameters as they are in a block, which keeps their true gradients so."""
         watch = Watch.of(params, self._plain_backwards())
         rows = zip(watch.params, watch.grads, strict=True)
@@ -257,7 +185,7 @@ class UnpreparedParams:
         if gone:
             for param, scale in let_go(gone):
                 if (grad := stored_grad(param)) is not None:
-                    self.scaled[id(param)] = _Scaled.of(param, grad, _copied(scale))
+                    self.scaled[id(param)] = ScaledGradient.of(param, grad, _copied(scale))
             steps = list(self._steps.values())
             held = set(map(id, chain.from_iterable(one.backward.pairs().model for one in steps)))
             held.update(id(one.param()) for one in self._params)
@@ -357,7 +285,7 @@ class UnpreparedParams:
         kept = _copied(scale) if written else scale
         for param, grad in written:
             if id(param) not in stepped:
-                self.scaled[id(param)] = _Scaled.of(param, grad, kept)
+                self.scaled[id(param)] = ScaledGradient.of(param, grad, kept)
 
     def forget(self, params: Iterable[Tensor]) -> None:
         """The gradients of these parameters were unscaled in place."""
@@ -480,41 +408,3 @@ def _refusal(optimizer: Optimizer, count: int) -> str:
         f"step of a {type(optimizer).__name__} that amp.initialize() never got, with {count} "
         f"gradients that are multiplied by the loss scale; {_MEND}."
     )
-
-
-class HalfSteps:
-    """Steps of half parameters by optimizers that are not prepared."""
-
-    def __init__(self) -> None:
-        self._told: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-
-    def refuse(
-        self, optimizer: Optimizer, store: FP32Values, optimizers: PreparedOptimizers
-    ) -> None:
-        """Raise before such a step if it would go wrong.
-
-        Where no optimizer of these parameters is set up, a warning tells once of what it loses.
-
-        Raises:
-            RuntimeError: it holds parameters of which another optimizer steps masters.
-        """
-        halves = [one for one in params_of(optimizer) if one.dtype in HALVES and store.holds(one)]
-        if not halves or optimizer in self._told:
-            return
-        kind = type(optimizer).__name__
-        mend = "call amp.initialize(model, [optimizer, ...]) with every optimizer of the model"
-        masters = [step.masters for step in list(optimizers.steps.values())]
-        stepped = {id(param) for one in masters if one is not None for param, _ in one.pairs()}
-        count = sum(id(param) in stepped for param in halves)
-        if count:
-            raise RuntimeError(
-                "parameters that were cast to half are stepped through their fp32 masters; got a "
-                f"step of a {kind} that amp.initialize() did not return, and holds {count} of "
-                f"them; {mend}."
-            )
-        self._told.add(optimizer)
-        warn(
-            f"This {kind} steps {len(halves)} parameters that amp.initialize() cast to half, "
-            "where small updates are rounded away: it was not given to amp.initialize(), so there "
-            f"are no fp32 masters; {mend}."
-        )
