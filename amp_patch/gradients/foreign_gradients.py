@@ -109,10 +109,9 @@ class ForeignGradients:
 
         Those stay to which an own pass has added, at a scale that nobody knows: they are refused.
         """
-        ids = set(map(id, gone)) if self.found else ()
-        found = {id(param) for param, _ in self._left() if id(param) in ids} if ids else ids
-        rows = [row for row in self.found if id(row[0]) in found and row[1] is not None]
-        self.found = [row for row in self.found if not any(row is one for one in rows)]
+        ids = {id(param) for param, _ in self._left()}.intersection(map(id, gone))
+        rows = [row for row in self.found if id(row[0]) in ids and row[1] is not None]
+        self.found = [row for row in self.found if id(row[0]) not in ids or row[1] is None]
         return [(param, self._scale) for param, _ in rows]
 
     def drop_given(self, pairs: ParamPairs) -> None:

@@ -51,8 +51,6 @@ class LargeCopies:
             trusts: pass by pairs of which no version tells, and of whose memory only its tensor and
                 this object have hold, now and at the last look.
         """
-        if not self.pairs:
-            return []
         held, were_held = self._are_held(), self._were_held
         self._were_held = held
         if self._versions is None:

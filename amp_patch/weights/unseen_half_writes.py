@@ -41,7 +41,7 @@ class UnseenHalfWrites:
         if self._steps_left > 0 or self._was_told or is_on():  # collectives move no version
             return True
         # Of others, as the shards of a DTensor, nobody learns that their ``.data`` is read.
-        return any(type(param) is not Parameter for param in self._pairs.params)
+        return set(map(type, self._pairs.params)) != {Parameter}
 
     def count_step(self) -> None:
         """Note that a step has been made."""

@@ -95,6 +95,14 @@ def assert_same(found: list[Any], expected: list[Any]) -> None:
     assert all(map(torch.equal, found, expected))
 
 
+def assert_so_twice(call: Callable[..., Tensor], tensors: list[Tensor], expected: Any) -> None:
+    """Assert that a call gives this, the second time with cached casts of parameters."""
+    model = nn.ParameterList(one for one in tensors if type(one) is nn.Parameter)
+    session.cache.add_model(model)
+    for _ in range(2):
+        assert_same(run(call, tensors), expected)
+
+
 @pytest.mark.parametrize("name", PRODUCTS)
 @shared_fixtures
 @given(left=operands, right=operands, seed=st.integers(0, 99))
@@ -107,10 +115,7 @@ def test_a_product_is_that_of_the_casts(
     tensors = [drawn(left, *batch, 3, 4), drawn(right, *batch, 4, 3)]
     with o1.disable_casts():
         expected = run(lambda a, b: call(a.to(HALF), b.to(HALF)), tensors)
-    model = nn.ParameterList(one for one in tensors if type(one) is nn.Parameter)
-    session.cache.add_model(model)
-    for _ in range(2):  # the second time with cached casts of parameters
-        assert_same(run(call, tensors), expected)
+    assert_so_twice(call, tensors, expected)
 
 
 SUMS: dict[str, tuple[int, Callable[..., Tensor]]] = {
@@ -133,10 +138,7 @@ def test_a_sum_with_a_product_is_that_of_the_casts(
     tensors = [drawn(kind, *batch, *shape) for kind, shape in zip(kinds, shapes, strict=True)]
     with o1.disable_casts():
         expected = run(lambda *given: call(*(one.to(HALF) for one in given)), tensors)
-    model = nn.ParameterList(one for one in tensors if type(one) is nn.Parameter)
-    session.cache.add_model(model)
-    for _ in range(2):
-        assert_same(run(call, tensors), expected)
+    assert_so_twice(call, tensors, expected)
 
 
 @pytest.mark.parametrize("name", CONTRACTIONS)
@@ -154,10 +156,7 @@ def test_a_contraction_is_that_of_the_casts(
 
     with o1.disable_casts():
         expected = run(lambda *tensors: call(*(one.to(HALF) for one in tensors)), tensors)
-    model = nn.ParameterList(one for one in tensors if type(one) is nn.Parameter)
-    session.cache.add_model(model)
-    for _ in range(2):
-        assert_same(run(call, tensors), expected)
+    assert_so_twice(call, tensors, expected)
 
 
 @pytest.mark.parametrize("name", CELLS)
@@ -190,10 +189,7 @@ def test_a_cell_is_that_of_the_casts(
 
     with o1.disable_casts():
         expected = run(lambda *given: call(*(one.to(HALF) for one in given)), tensors)
-    model = nn.ParameterList(one for one in tensors if type(one) is nn.Parameter)
-    session.cache.add_model(model)
-    for _ in range(2):
-        assert_same(run(call, tensors), expected)
+    assert_so_twice(call, tensors, expected)
 
 
 def test_a_computed_weight_of_a_cell_is_not_looked_for_in_the_models(o1: Any) -> None:
