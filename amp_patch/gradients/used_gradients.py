@@ -8,6 +8,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -31,12 +32,14 @@ class UsedGradients:
     """The half gradients that a step has used, or will; weakly held where they are large."""
 
     def __init__(self) -> None:
-        self._noted: list[Reference] = []
+        self._noted: list[Reference] = []  # of the last pass
+        self._earlier: list[weakref.ref[Tensor]] = []  # of passes before it, for the same step
         self._versions: dict[int, int] = {}
 
     def begin(self, grads: Iterable[Reference]) -> None:
         """Note those of the first pass for a step; those of the step before are forgotten."""
         self._noted = [*grads]
+        self._earlier.clear()
         if self._versions:
             self._versions = {}
 
@@ -65,17 +68,21 @@ class UsedGradients:
 
     def add(self, grads: Iterable[Reference]) -> None:
         """Note more for the same step; earlier ones are kept alive by others alone."""
-        earlier = [weakref.ref(one) if isinstance(one, Tensor) else one for one in self._noted]
-        self._noted = [*earlier, *grads]
+        # most have died since: with many micro-batches the list would grow by a pass with each
+        kept = [one for one in self._earlier if one() is not None]
+        kept += [weakref.ref(one) if isinstance(one, Tensor) else one for one in self._noted]
+        self._earlier, self._noted = kept, [*grads]
 
     def drop(self, grads: Iterable[Tensor | None]) -> None:
         """No step is to use these, for now."""
         dropped = set(map(id, grads))
         self._noted = [weakref.ref(one) for one in self.alive() if id(one) not in dropped]
+        self._earlier.clear()
 
     def alive(self) -> list[Tensor]:
         """Return those that there still are."""
-        noted = (one if isinstance(one, Tensor) else one() for one in self._noted)
+        every = chain(self._earlier, self._noted)
+        noted = (one if isinstance(one, Tensor) else one() for one in every)
         alive: list[Any] = [grad for grad in noted if grad is not None]
         for grad in alive:
             grad._fix_weakref()  # as torch's TensorWeakRef does, which takes four times as long

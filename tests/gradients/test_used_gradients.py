@@ -38,3 +38,30 @@ def test_a_tensor_whose_python_object_came_back_is_the_same() -> None:
     used.begin([weakref.ref(param.grad)])
     gc.collect()  # C++ keeps the gradient, and with it the object
     assert [one is param.grad for one in used.alive()] == [True]
+
+
+def test_of_many_micro_batches_only_the_last_leave_references() -> None:
+    used = UsedGradients()
+    used.begin([torch.ones(2)])
+    before = _living_references()
+    for _ in range(50):
+        used.add([torch.ones(2)])
+    assert _living_references() - before <= 2
+
+
+def test_gradients_of_earlier_micro_batches_that_live_are_used_too() -> None:
+    kept = [torch.ones(2) for _ in range(5)]
+    used = UsedGradients()
+    used.begin(kept[:1])
+    for one in kept[1:]:
+        used.add([one])
+    assert [id(one) for one in used.alive()] == list(map(id, kept))
+    used.drop(kept[:2])
+    assert [id(one) for one in used.alive()] == list(map(id, kept[2:]))
+    used.add([torch.ones(3)])
+    used.begin([])
+    assert not used.alive()
+
+
+def _living_references() -> int:
+    return sum(type(one) is weakref.ref for one in gc.get_objects())
