@@ -22,10 +22,20 @@ _SMALL = 4 * _STRIDE
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Return whether a tensor is no subclass's, and has numbers: those of FSDP1 are freed."""
-    if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta:
+    """Return whether torch alone answers for a tensor, and it has numbers: FSDP1's are freed.
+
+    Classes of parameters that change no call of torch, as masters have, are as good as torch's.
+    """
+    if not _is_torchs(type(tensor)) or tensor.is_meta:
         return False
     return tensor.layout is torch.strided and tensor.untyped_storage().nbytes() > 0
+
+
+def _is_torchs(kind: type[Tensor]) -> bool:
+    if kind is Tensor or kind is nn.Parameter:
+        return True
+    has_function = kind.__torch_function__ is not nn.Parameter.__torch_function__
+    return not has_function and kind.__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
 def bits_of(tensor: Tensor) -> Tensor:

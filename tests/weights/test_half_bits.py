@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+from unittest.mock import Mock
+
 import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
 from torch import Tensor, nn
 
+from amp_patch.gradients.gradient_offer import GradientOffer
 from amp_patch.weights.half_bits import bits_of, can_be_compared, compared, have_same_bits
+from amp_patch.weights.lazy_gradients import LazyGradParameter
 
 HALVES = [torch.float16, torch.bfloat16]
 #: Small ones and large ones, and where one becomes the other.
@@ -27,6 +32,49 @@ def test_bits_of_large_tensors_are_compared(dtype: torch.dtype, start: int) -> N
         other[place] = number
         assert not have_same_bits(other, tensor)
     assert not have_same_bits(same[:8], tensor[:8])  # few
+
+
+class _Named(nn.Parameter):
+    """A script's own, which changes no call of torch."""
+
+
+class _Own(nn.Parameter):
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class _Dispatching(nn.Parameter):
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return NotImplemented
+
+
+@pytest.mark.parametrize("kind", [nn.Parameter, LazyGradParameter, _Named])
+def test_values_of_classes_that_change_no_call_are_compared_with_the_others(
+    kind: type[nn.Parameter],
+) -> None:
+    values = [kind(torch.full((size,), 0.1)) for size in SIZES]
+    pairs: list[tuple[Tensor, Tensor]] = [(value, value.detach().half()) for value in values]
+    pairs[2][1][0] = 7.5
+    assert all(can_be_compared(*pair) for pair in pairs)
+    assert compared(pairs) == [row != 2 for row in range(len(pairs))]
+
+
+def test_a_master_that_asks_for_its_gradient_is_compared_with_the_others() -> None:
+    half, value = nn.Parameter(torch.ones(3).half()), nn.Parameter(torch.ones(3))
+    giver = Mock()
+    offer = GradientOffer(giver)
+    offer.make([half], [value])
+    assert type(value) is not nn.Parameter
+    assert can_be_compared(value, half)
+    offer.withdraw()
+
+
+@pytest.mark.parametrize("kind", [_Own, _Dispatching])
+def test_what_computes_in_a_way_of_its_own_is_not_compared(kind: type[nn.Parameter]) -> None:
+    value = torch.ones(3).as_subclass(kind)
+    assert not can_be_compared(value, torch.ones(3).half())
 
 
 @st.composite
