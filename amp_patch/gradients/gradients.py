@@ -6,16 +6,16 @@ unscaled is `gradient_buffers`' subject, gradients that stay scaled are `scaled_
 
 from __future__ import annotations
 
+import operator
 import weakref
-from collections.abc import Iterable
-from itertools import chain
+from collections.abc import Callable, Iterable
+from itertools import chain, compress
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from amp_patch import kernels
-from amp_patch.distributed.shards import local, place_gradients
+from amp_patch.distributed.shards import place_gradients
 from amp_patch.kernels import GradCheck
 from amp_patch.kernels.default_device import without_default_device
 from amp_patch.kernels.getters import GRAD, IS_SPARSE
@@ -33,6 +33,7 @@ from amp_patch.weights.parameter_lists import (
 )
 
 from .any_pass import AnyPass, TakenPass, Written
+from .any_values import are_any
 from .earlier_gradients import EarlierGradients
 from .gradient_buffers import GradientBuffers
 from .outside_passes import OutsidePasses
@@ -56,6 +57,7 @@ class Gradients:
     Args:
         lazy: keeps the masters' gradients until somebody reads them; None: they are stored at once.
         own: tells which gradients of masters no script has written; None: there are no masters.
+        count_data_reads: see `ReceivedGradients`.
 
     Attributes:
         scaled: those that are still multiplied by a loss scale.
@@ -64,12 +66,17 @@ class Gradients:
             before the next pass, which would share them once more, or stay scaled.
     """
 
-    def __init__(self, lazy: LazyGradients | None = None, own: OwnGradients | None = None) -> None:
+    def __init__(
+        self,
+        lazy: LazyGradients | None = None,
+        own: OwnGradients | None = None,
+        count_data_reads: Callable[[], int] = lambda: 0,
+    ) -> None:
         self._lazy = lazy
         self._own = OwnGradients() if own is None else own
         self.scaled = ScaledGradients()
         self._aside = EarlierGradients()
-        self._received = ReceivedGradients(lazy)
+        self._received = ReceivedGradients(lazy, count_data_reads)
         self._used = UsedGradients()
         self.stepped = SteppedGradients(self._used, self._own)
         self._usual = UsualPass(lazy, self._aside, self._received, self._used)
@@ -217,7 +224,7 @@ class Gradients:
             self.scaled.forget()
         if self._received or self._aside:  # to save time: `zero_grad` finds neither after a step
             self._aside.clear()
-            self._received.clear()
+            self._received.end()
             self.outside.end()
         self._own.forget()
 
@@ -229,7 +236,7 @@ class Gradients:
         masters = [master for param, master in zip(*pairs, strict=True) if master is not param]
         if self._are_waiting or not left or any(map(_has_grad, masters)):
             return False
-        return any(_is_nonzero(grad) for grad in left if grad is not None)
+        return any(are_any(left))
 
     def are_cleared(self, pairs: ParamPairs) -> bool:
         """Return whether there is no gradient, neither at a parameter or a master nor aside."""
@@ -240,9 +247,8 @@ class Gradients:
 
         Nothing but 0 is what a script leaves that clears in place.
         """
-        found = chain(self._aside.grads, map(stored_grad, pairs.master))
-        grads = [kernels.values(local(grad)) for grad in found if grad is not None]
-        return not self._are_waiting and not any(bool(grad.any()) for grad in grads)
+        found = [*self._aside.grads, *map(stored_grad, pairs.master)]
+        return not self._are_waiting and not any(are_any(found))
 
     def drop(self, pairs: ParamPairs) -> None:
         """Clear all gradients: those of parameters and masters, set aside or waiting."""
@@ -447,12 +453,14 @@ class Gradients:
         """
         if self.are_pending and not self.outside.was_last and self.may_be_cleared:
             self.drop_cleared(pairs)
-        if not self.are_pending and not self._used.are_left:
-            used = set(map(id, self._used.alive()))
-            left = [grad for param in pairs.model if id(grad := stored_grad(param)) in used]
-            self._used.note_versions(
-                grad for grad in left if grad is not None and not _is_nonzero(grad)
-            )
+        if self.are_pending or self._used.are_left or have_none(pairs.model):
+            return
+        if self._received.are_as_stepped():  # as nearly always: no device is to be waited for
+            return
+        used = set(map(id, self._used.alive()))
+        found = [grad for param in pairs.model if id(grad := stored_grad(param)) in used]
+        left = [grad for grad in found if grad is not None]
+        self._used.note_versions(compress(left, map(operator.not_, are_any(left))))
 
     def drop_cleared(
         self, pairs: ParamPairs, by_value: bool = False, among: set[int] | None = None
@@ -480,7 +488,3 @@ class Gradients:
 
 def _has_grad(param: Tensor) -> bool:
     return stored_grad(param) is not None
-
-
-def _is_nonzero(grad: Tensor) -> bool:
-    return bool(kernels.values(local(grad)).any())

@@ -6,7 +6,7 @@ Knows pairs of parameters and masters; no scale, and not what follows of a chang
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -47,6 +47,10 @@ class Changes(NamedTuple):
     written: list[tuple[Tensor, bool]]
 
 
+#: Parameters, the versions of their gradients, and references to these.
+_Pass = tuple[list[Tensor], list[int], Sequence[Reference]]
+
+
 class ReceivedGradients:
     """Half parameters of which a pass has given the gradients to masters; false without any.
 
@@ -55,11 +59,19 @@ class ReceivedGradients:
 
     Args:
         lazy: what keeps the masters' gradients until they are read; None: they are stored.
+        count_data_reads: returns how often a script has read the ``.data`` of a half tensor, by
+            which it may have written without a version.
     """
 
-    def __init__(self, lazy: LazyGradients | None = None) -> None:
-        self._lazy = lazy
-        self._passes: list[tuple[list[Tensor], list[int], Sequence[Reference]]] = []
+    def __init__(
+        self,
+        lazy: LazyGradients | None = None,
+        count_data_reads: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self._lazy, self._count_data_reads = lazy, count_data_reads
+        self._passes: list[_Pass] = []
+        self._stepped: list[_Pass] = []  # those that `end` has ended
+        self._data_reads = 0  # by then
         self._watched = WatchedBits()
 
     def __bool__(self) -> bool:
@@ -88,10 +100,28 @@ class ReceivedGradients:
             self._watched.note(params)
 
     def clear(self) -> None:
-        """Forget all of it: the gradients were stepped or cleared."""
-        self._passes.clear()
+        """Forget all of it, as if masters had received none."""
+        self._passes = []
+        self._end_watch()
+
+    def end(self) -> None:
+        """The gradients were stepped or cleared: no step is to use them any more."""
+        self._stepped, self._data_reads = self._passes, self._count_data_reads()
+        self._passes = []
+        self._end_watch()
+
+    def _end_watch(self) -> None:
         if self._watched.sums:
             self._watched.forget()
+
+    def are_as_stepped(self) -> bool:
+        """Return whether all are there still that were when they ended, and nobody wrote to them.
+
+        A device is not asked for it.
+        """
+        if not self._stepped or self._count_data_reads() != self._data_reads:
+            return False
+        return all(_untouched(*row) and _are_plain(row[0]) for row in self._stepped)
 
     def note_again(self, params: list[Tensor]) -> None:
         """Note the gradients of some parameters as they are now, where they were noted before."""
@@ -154,9 +184,14 @@ class ReceivedGradients:
         }
 
 
+def _are_plain(params: list[Tensor]) -> bool:
+    """Return whether a read of the ``.data`` of each gradient would be counted."""
+    return {*map(type, look_up(GRAD, params))} == {Tensor}
+
+
 def _as_they_are_now(
     params: list[Tensor], versions: list[int], references: Sequence[Reference], ids: set[int]
-) -> tuple[list[Tensor], list[int], Sequence[Reference]]:
+) -> _Pass:
     """Return what is noted of a pass, anew for the parameters of these ids."""
     versions, references = list(versions), list(references)
     for place, param in enumerate(params):

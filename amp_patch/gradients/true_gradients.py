@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +17,9 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.weak import TensorWeakRef
 
 from amp_patch.distributed.shards import is_spread
-from amp_patch.kernels import values
-from amp_patch.kernels.graph_capture import captures
 from amp_patch.weights.parameter_lists import stored_grad
+
+from .any_values import are_any
 
 
 class TrueGradients:
@@ -39,8 +39,8 @@ class TrueGradients:
         self.is_on = True
         self._kept: dict[int, TensorWeakRef] = {}  # by the ids of parameters
         self._added_to: set[int] = set()
-        # Gradients and versions at which they were not 0: to look again would wait for a device.
-        self._seen: dict[int, tuple[TensorWeakRef, int]] = {}
+        # Of each gradient, with its version then, whether it was not 0: to look waits for a device.
+        self._seen: dict[int, tuple[TensorWeakRef, int, bool]] = {}
         self._hooks: list[tuple[Any, Any]] = []  # each with its node, which might go without it
 
     def keep(self, params: Iterable[Tensor]) -> None:
@@ -52,12 +52,10 @@ class TrueGradients:
             for param in dict.fromkeys(params)
             if param.requires_grad and not is_spread(param) and id(param) not in self._kept
         ]
-        grads = [stored_grad(param) for param in chosen]
-        for param, grad, is_one in zip(chosen, grads, _are_any(grads), strict=True):
-            if grad is None or not is_one:
+        for param in chosen:
+            if stored_grad(param) is None:
                 continue
             self._kept[id(param)] = TensorWeakRef(param)
-            self._seen[id(param)] = TensorWeakRef(grad), grad._version
             node: Any = get_gradient_edge(param).node
             divide = functools.partial(self._divide, id(param))
             self._hooks.append((node, node.register_prehook(divide)))
@@ -82,34 +80,33 @@ class TrueGradients:
             return None
         if grads[0].is_cpu and threading.get_ident() != self._thread:
             return None  # a backward of another thread, which runs in that on a CPU
-        param = self._kept[key]()
-        held = None if param is None else stored_grad(param)
-        seen, version = self._seen[key]
-        is_as_seen = held is not None and seen() is held and version == held._version
-        if not (is_as_seen or _are_any([held])[0]):
-            del self._kept[key]  # cleared in the block
+        if not self._is_any(key):
+            del self._kept[key]  # cleared
             return None
         self._added_to.add(key)
         return tuple(map(self._finite, grads))
+
+    def _is_any(self, key: int) -> bool:
+        """Return whether a gradient is there and not 0, by a look at all that may be asked for."""
+        param = self._kept[key]()
+        held = None if param is None else stored_grad(param)
+        if held is None:
+            return False
+        seen = self._seen.get(key)
+        if seen is None or seen[0]() is not held or seen[1] != held._version:
+            self._look()
+        return self._seen[key][2]
+
+    def _look(self) -> None:
+        """Look at what is not as it was seen last: to look at each in its hook would wait often."""
+        params = {key: known() for key, known in self._kept.items()}
+        grads = {key: stored_grad(one) for key, one in params.items() if one is not None}
+        there = {key: grad for key, grad in grads.items() if grad is not None}
+        found = zip(there.items(), are_any([*there.values()]), strict=True)
+        self._seen = {key: (TensorWeakRef(g), g._version, is_any) for (key, g), is_any in found}
 
     def _finite(self, grad: Tensor) -> Tensor:
         """Return a gradient divided, or 0 where it overflowed: what was there before stays."""
         scale = self._scale
         true = grad / (scale.to(grad.device) if isinstance(scale, Tensor) else scale)
         return true if true.is_sparse else torch.where(true.isfinite().all(), true, 0.0)
-
-
-def _are_any(grads: Sequence[Tensor | None]) -> list[bool]:
-    """Return of each gradient whether it is there and not 0; waits for a device once."""
-    found = [grad is not None for grad in grads]
-    rows = [
-        row
-        for row, grad in enumerate(grads)
-        if grad is not None and not captures.are_made(grad.device)
-    ]
-    flags = [values(cast(Tensor, grads[row])).any() for row in rows]
-    if flags:
-        read = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist()
-        for row, is_any in zip(rows, read, strict=True):
-            found[row] = is_any
-    return found

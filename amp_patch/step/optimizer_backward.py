@@ -82,8 +82,11 @@ class OptimizerBackward:
         self.pairs, self.masters = held.pairs, held.masters
         self.skip = skip
         lazy = None if fused is None else fused.lazy
-        own = None if self.masters is None else self.masters.own_gradients
-        self.gradients = Gradients(lazy, own)
+        if self.masters is None:
+            self.gradients = Gradients(lazy)
+        else:
+            masters = self.masters
+            self.gradients = Gradients(lazy, masters.own_gradients, masters.count_data_reads)
         self.clipped = ClippedGradients(optimizer, held, self.gradients, fused)
         self._foreign = ForeignGradients()
         self.current = CurrentPass(held, self.gradients, skip)

@@ -8,8 +8,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support import CountItems
 from torch import nn
 
+from amp_patch.gradients import gradients
 from amp_patch.session import session
 
 X = torch.linspace(-1, 1, 12).reshape(4, 3)
@@ -638,6 +640,24 @@ def test_a_backward_adds_to_what_a_block_left_and_a_script_zeroed(
     optimizer.step()
     expected = [param - 0.5 * grad for param, grad in zip(before, gradients, strict=True)]
     torch.testing.assert_close(values(amp.master_params(optimizer)), expected, rtol=0, atol=3e-2)
+
+
+@pytest.mark.parametrize("fused_step", [False, True])
+@pytest.mark.parametrize("opt_level", WITH_MASTERS)
+def test_a_backward_of_another_model_reads_no_numbers(amp, opt_level, fused_step, monkeypatch):
+    """A GPU would be waited for: at each layer of a discriminator, while the generator trains."""
+    model, optimizer = start(amp, opt_level, fused_step=fused_step, loss_scale=64.0)
+    another = nn.Linear(3, 2)
+    for _ in range(40):  # while mistakes are looked for
+        optimizer.zero_grad()
+        with amp.scale_loss(model(X).float().square().mean(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        backward(another)
+    monkeypatch.setattr(gradients, "are_any", None)
+    with CountItems() as items:
+        backward(another)
+    assert items.count == 0
 
 
 @pytest.mark.parametrize("fused_step", [False, True])

@@ -56,6 +56,48 @@ def test_each_touch_of_each_gradient_is_seen(
     assert not received.are_untouched()
 
 
+class _Spread(Tensor):
+    """Of a class whose ``.data`` nobody sees a script read."""
+
+
+def of_a_class(param: Tensor) -> None:
+    param.grad = torch.ones_like(param).as_subclass(_Spread)
+
+
+@pytest.mark.parametrize("weakly", [False, True])
+@pytest.mark.parametrize("which", range(3))
+@pytest.mark.parametrize("touch", [written, replaced, cleared, of_a_class])
+def test_each_touch_after_the_step_is_seen(
+    touch: Callable[[Tensor], None], which: int, weakly: bool
+) -> None:
+    params = params_with_gradients()
+    received = noted(params, weakly)
+    assert not received.are_as_stepped()  # they are waiting for it
+    received.end()
+    assert received.are_as_stepped()
+    touch(params[which])
+    assert not received.are_as_stepped()
+
+
+def test_after_a_read_of_data_nobody_knows_what_a_script_wrote() -> None:
+    params, reads = params_with_gradients(), [7]
+    received = ReceivedGradients(count_data_reads=lambda: reads[0])
+    grads = [param.grad for param in params if param.grad is not None]
+    received.note(params, grads, grads)
+    received.end()
+    assert received.are_as_stepped()
+    reads[0] += 1
+    assert not received.are_as_stepped()
+
+
+def test_gradients_of_a_class_of_their_own_are_never_known_to_be_as_stepped() -> None:
+    params = params_with_gradients()
+    of_a_class(params[1])
+    received = noted(params)
+    received.end()
+    assert not received.are_as_stepped()
+
+
 def test_what_was_done_to_each_is_told_apart() -> None:
     params = params_with_gradients()
     masters = [param.detach().float() for param in params]

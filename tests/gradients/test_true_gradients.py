@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from types import ModuleType
 
 import pytest
@@ -49,6 +50,23 @@ def test_what_is_cleared_is_true_no_more(param: nn.Parameter, set_to_none: bool)
     true = TrueGradients(8.0)
     true.keep([param])
     param.grad = None if set_to_none else torch.zeros(2)
+    param.sum().mul(8.0).backward()
+    assert param.grad.tolist() == [8.0, 8.0]
+    assert not true.has(param)
+
+
+@pytest.mark.parametrize("clear", [torch.zero_, None])
+def test_what_is_cleared_between_two_backwards_of_the_block_is_true_no_more(
+    param: nn.Parameter, clear: Callable[[torch.Tensor], object] | None
+) -> None:
+    true = TrueGradients(8.0)
+    true.keep([param])
+    param.sum().mul(8.0).backward()
+    assert param.grad.tolist() == [4.0, 4.0]
+    if clear is None:
+        param.grad = torch.zeros(2)
+    else:
+        clear(param.grad)
     param.sum().mul(8.0).backward()
     assert param.grad.tolist() == [8.0, 8.0]
     assert not true.has(param)
@@ -168,15 +186,16 @@ def test_a_gradient_that_stays_as_it_is_is_looked_at_once(monkeypatch: pytest.Mo
         param.grad = torch.full((2,), 3.0)
     params[2].grad = torch.zeros(2)
     looks: list[int] = []
-    look = true_gradients._are_any
+    look = true_gradients.are_any
 
     def noted(grads: list[torch.Tensor | None]) -> list[bool]:
         looks.append(len(grads))
         return look(grads)
 
-    monkeypatch.setattr(true_gradients, "_are_any", noted)
+    monkeypatch.setattr(true_gradients, "are_any", noted)
     true = TrueGradients(8.0)
     true.keep(params)
+    assert not looks  # most often no backward of the block reaches them
     torch.stack(params).sum().mul(8.0).backward()
     assert looks == [3]
     assert [param.grad.tolist() for param in params] == [[4.0, 4.0], [4.0, 4.0], [8.0, 8.0]]
