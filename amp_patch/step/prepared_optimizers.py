@@ -201,8 +201,9 @@ class PreparedOptimizers:
 
     def show_writes(self) -> None:
         """A forward comes next; see `MasterWeights.show_writes`."""
-        for masters in self._living_masters():
-            masters.show_writes()
+        for reference in [*self._masters]:  # each forward asks: no generator
+            if (masters := reference()) is not None:
+                masters.show_writes()
 
     def note_writes(self) -> None:
         """The values of parameters are asked for; see `MasterWeights.note_writes`."""

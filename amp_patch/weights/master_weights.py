@@ -188,7 +188,10 @@ class MasterWeights:
 
         What it writes to masters that were handed out is found without.
         """
-        if id(stepped) not in self._pairs.param_by_id or self._versions.given:
+        if id(stepped) not in self._pairs.param_by_id:
+            return
+        self._writes.look_again()
+        if self._versions.given:
             return
         if self._writes.unseen.is_looking:
             self._unless_in_a_step(lambda: self._writes.unseen.note_moved([local(stepped)]))
@@ -217,7 +220,7 @@ class MasterWeights:
 
         What another thread's step has written does not: its step publishes it.
         """
-        if self._writes.are_any() or self._writes.unseen.is_looking:
+        if self._writes.may_be_any():
             self._unless_in_a_step(self._show_writes)
 
     def _show_writes(self) -> None:

@@ -40,6 +40,11 @@ class UnseenWrites:
         """Whether it looks for writes."""
         return self._steps_left > 0
 
+    @property
+    def keeps_looking(self) -> bool:
+        """Whether a write was found."""
+        return self._steps_left > WATCHED
+
     def count_step(self) -> None:
         """Note that a step has been made."""
         self._steps_left -= 1

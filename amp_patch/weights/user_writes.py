@@ -6,6 +6,8 @@ Changes no numbers.
 
 from __future__ import annotations
 
+from amp_patch.early_looks import WATCHED
+
 from .fp32_values import FP32Values
 from .lost_writes import tell_of_lost_writes
 from .master_pairs import MasterPairs
@@ -30,9 +32,16 @@ class UserWrites:
         self._pairs, self._values, self._versions = pairs, values, pairs.versions
         self.unseen = UnseenWrites(values.sums)
         self.moved = MovedMasters(pairs, self.unseen, may_move)
+        # What versions the last forward has found, and how many before it had found the same.
+        self._forwards: tuple[object, int] = None, 0
+
+    def look_again(self) -> None:
+        """A script may write next: the forwards that come are to look for it."""
+        self._forwards = None, 0
 
     def give(self) -> None:
         """The user is given all masters, to write to until a step has been made, or skipped."""
+        self.look_again()
         self.unseen.note_moved(self._pairs.local_masters())
         self._versions.give(self._pairs.half_versions(), self._pairs.master_versions())
 
@@ -49,11 +58,35 @@ class UserWrites:
 
     def are_any(self) -> bool:
         """Return whether masters were written to, or given to the user, who may have done it."""
-        versions = self._versions
-        if versions.given or self._pairs.master_versions() != versions.equal:
+        return bool(self._versions.given) or self._are_told_of()
+
+    def may_be_any(self) -> bool:
+        """Return the same, and whether some may be that nothing tells of; a forward asks.
+
+        Not in an evaluation, where many forwards have looked.
+        """
+        if self._are_told_of():
+            return True
+        return bool(self._versions.given or self.unseen.is_looking) and not self._were_looked_for()
+
+    def _are_told_of(self) -> bool:
+        if self._pairs.master_versions() != self._versions.equal:
             return True
         moved = self.moved
         return (moved.was_set or moved.may_move) and moved.are_any()
+
+    def _were_looked_for(self) -> bool:
+        """Return whether many forwards in a row have looked; each is to ask.
+
+        None of them has found a write, and since the first no step was made, no version has moved,
+        and no script was given the masters or has read their ``.data``.
+        """
+        if self.unseen.keeps_looking:
+            return False
+        now = self._pairs.master_versions(), self._pairs.half_versions()
+        before, count = self._forwards
+        self._forwards = now, (count + 1 if now == before else 0)
+        return self._forwards[1] > WATCHED
 
     def look_now(self) -> None:
         """A script has read a master's ``.data``, see `UnseenWrites.look_now`."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
 from amp_patch import amp as core
+from amp_patch.weights.user_writes import UserWrites
 
 HALVES = {"O2": torch.float16, "O5": torch.bfloat16}
 LEVELS = pytest.mark.parametrize("level", HALVES)
@@ -560,3 +561,104 @@ def test_what_is_clamped_before_masters_are_read_stays(
         state = training.state()
         assert max(value.abs().max() for value in state.values()) == 0.0625
         training.assert_forward_reads(state)
+
+
+STATES = {
+    "nothing was stepped": lambda training: None,
+    "masters were given": lambda training: [*training.amp.master_params(training.optimizer)],
+    "their data was read": lambda training: training.masters[0].data.sum(),
+}
+
+
+def stepped(training: Training, state: str) -> Training:
+    if state != "nothing was stepped":
+        for _ in range(20):
+            training.step()
+    STATES[state](training)
+    return training
+
+
+@LEVELS
+@FUSED
+@pytest.mark.parametrize("state", STATES)
+def test_an_evaluation_looks_at_masters_in_its_first_forwards_alone(
+    amp: ModuleType, level: str, fused: bool, state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each look sums the bits of all masters, or rounds them anew, and waits for a GPU."""
+    training = stepped(Training(amp, level, fused), state)
+    looks: list[object] = []
+    find = UserWrites.find_unseen
+    monkeypatch.setattr(UserWrites, "find_unseen", lambda self: (looks.append(self), find(self)))
+    with torch.no_grad():
+        for _ in range(100):
+            training.model(training.inputs)
+    assert 0 < len(looks) <= 17
+    training.step()
+    looks.clear()
+    with torch.no_grad():
+        training.model(training.inputs)
+    assert len(looks) == (state == "nothing was stepped")  # whose first steps are looked at
+
+
+def by_version(master: Tensor) -> None:
+    with torch.no_grad():
+        master.mul_(0.5)
+
+
+def by_data(master: Tensor) -> None:
+    master.data.mul_(0.5)
+
+
+def by_address(master: Tensor) -> None:
+    master.data = master.detach() * 0.5
+
+
+@LEVELS
+@FUSED
+@pytest.mark.parametrize("write", [by_version, by_data, by_address])
+@pytest.mark.parametrize("state", STATES)
+def test_a_write_within_a_long_evaluation_is_read(
+    amp: ModuleType, level: str, fused: bool, state: str, write: Callable[[Tensor], None]
+) -> None:
+    training = stepped(Training(amp, level, fused), state)
+    for _ in range(2):
+        expected = training.state()  # before the forwards: the next one looks at what it has
+        expected["0.weight"] *= 0.5
+        for _ in range(20):
+            training.model(training.inputs)
+        write(training.masters[0])
+        training.assert_forward_reads(expected)
+
+
+@LEVELS
+@FUSED
+def test_a_script_that_writes_by_kept_data_is_looked_at_in_long_evaluations_too(
+    amp: ModuleType, level: str, fused: bool
+) -> None:
+    training = Training(amp, level, fused)
+    kept = training.masters[0].data
+    training.step()
+    for _ in range(3):
+        expected = training.state()
+        expected["0.weight"] *= 0.5
+        training.model(training.inputs)
+        kept.mul_(0.5)
+        training.assert_forward_reads(expected)
+        for _ in range(20):
+            training.model(training.inputs)
+
+
+@LEVELS
+@FUSED
+def test_who_is_given_the_masters_in_a_long_evaluation_may_write_by_kept_data(
+    amp: ModuleType, level: str, fused: bool
+) -> None:
+    training = stepped(Training(amp, level, fused), "masters were given")
+    kept = training.masters[0].data
+    expected = training.state()
+    expected["0.weight"] *= 0.5
+    for _ in range(20):
+        training.model(training.inputs)
+    STATES["masters were given"](training)
+    kept.mul_(0.5)
+    training.assert_forward_reads(expected)
