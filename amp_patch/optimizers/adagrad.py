@@ -37,6 +37,11 @@ class AdagradUpdate(CountedUpdate):
         start: float = options[_START]
         return start
 
+    @classmethod
+    def takes_flag(cls, options: Mapping[str, Any]) -> bool:
+        """See `GroupUpdate.takes_flag`: torch's fused kernel does, in torch's own step."""
+        return bool(options.get("fused"))
+
     def suits_reference(self, inputs: StepInputs) -> bool:
         """See `GroupUpdate.suits_reference`: torch's fused kernel rounds in its own way."""
         return not inputs.options.get("fused") and super().suits_reference(inputs)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from amp_patch.optimizers.device_flag import must_be_told, skips_by_flag, step_by_flag
 from amp_patch.optimizers.direct_step import DirectStep
@@ -16,6 +16,7 @@ FUSED: dict[str, Callable[[Any], Optimizer]] = {
     "adam": lambda params: Adam(params, lr=0.5, amsgrad=True, maximize=True, fused=True),
     "sgd": lambda params: SGD(params, lr=0.5, weight_decay=0.1, fused=True),
     "momentum": lambda params: SGD(params, lr=0.5, momentum=0.5, nesterov=True, fused=True),
+    "adagrad": lambda params: Adagrad(params, lr=0.5, weight_decay=0.1, fused=True),
 }
 
 

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import CountItems, scaled_backward, trains
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from amp_patch.optimizers import FusedLAMB
 from amp_patch.scaling import device_scaler
@@ -31,6 +31,7 @@ MAKERS: dict[str, Callable[..., Optimizer]] = {
     "adam": lambda params: Adam(params, lr=0.125, fused=True),
     "momentum": lambda params: SGD(params, lr=0.125, momentum=0.5, dampening=0.25, fused=True),
     "sgd": lambda params: SGD(params, lr=0.125, fused=True),
+    "adagrad": lambda params: Adagrad(params, lr=0.125, fused=True),
     "foreach": lambda params: SGD(params, lr=0.125, momentum=0.5, foreach=True),
 }
 FUSED = [name for name in MAKERS if name != "foreach"]
