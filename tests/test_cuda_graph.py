@@ -127,6 +127,43 @@ def test_replays_are_the_steps_themselves(amp: ModuleType, cuda: FakeCuda) -> No
     run()
 
 
+def trained_with_gradients_in_place(
+    amp: ModuleType, level: str, by: str, is_captured: bool
+) -> list[Tensor]:
+    """Return the weights after seven steps that clear gradients by zeros, where they are."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    optimizer = AdamW(model.parameters(), lr=0.1, fused=True)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=64.0, verbosity=0)
+    inputs, cleared = torch.randn(5, 4), {"model": model, "optimizer": optimizer}[by]
+
+    def step() -> None:
+        cleared.zero_grad(set_to_none=False)
+        with amp.scale_loss(model(inputs).float().square().mean(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+
+    again: Callable[[], object] = step
+    if is_captured:
+        again = cuda_graph.capture(step, warm_up=3).replay
+    for _ in range(4 if is_captured else 7):
+        again()
+    weights = [one.detach().clone() for one in amp.master_params(optimizer)]
+    amp.deactivate()
+    return weights
+
+
+@pytest.mark.parametrize("by", ["model", "optimizer"])
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_gradients_that_stay_in_place_are_captured(
+    amp: ModuleType, cuda: FakeCuda, level: str, by: str
+) -> None:
+    eager, replayed = (
+        trained_with_gradients_in_place(amp, level, by, one) for one in (False, True)
+    )
+    assert_same(replayed, eager)
+
+
 @pytest.mark.parametrize("kind", ["O1 adamw", "O4 sgd"])
 def test_a_capture_that_fails_leaves_no_cast_that_nothing_computed(
     amp: ModuleType, cuda: FakeCuda, kind: str

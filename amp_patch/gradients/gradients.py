@@ -19,6 +19,7 @@ from amp_patch.distributed.shards import place_gradients
 from amp_patch.kernels import GradCheck
 from amp_patch.kernels.default_device import without_default_device
 from amp_patch.kernels.getters import GRAD, IS_SPARSE
+from amp_patch.kernels.graph_capture import captures
 from amp_patch.weights.lazy_gradients import LazyGradients
 from amp_patch.weights.own_gradients import OwnGradients
 from amp_patch.weights.parameter_lists import (
@@ -229,9 +230,13 @@ class Gradients:
         self._own.forget()
 
     def are_used(self, pairs: ParamPairs) -> bool:
-        """Return whether only gradients are there that a step has used; waits for the device."""
+        """Return whether only gradients are there that a step has used; waits for the device.
+
+        In a capture, which reads no numbers, nobody is told of any.
+        """
         used = set(map(id, self._used.alive()))
-        left = [grad for param in pairs.model if id(grad := param.grad) in used]
+        found = [grad for param in pairs.model if id(grad := param.grad) in used]
+        left = [grad for grad in found if grad is not None and not captures.are_made(grad.device)]
         # a float32 parameter is its own master, and keeps its gradient
         masters = [master for param, master in zip(*pairs, strict=True) if master is not param]
         if self._are_waiting or not left or any(map(_has_grad, masters)):
