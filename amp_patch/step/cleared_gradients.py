@@ -52,9 +52,12 @@ class ClearedGradients:
 
     def note_by_model(self, cleared: set[int]) -> None:
         """The user is about to clear the gradients of these parameters, by their ids."""
-        if cleared.isdisjoint(map(id, self._pairs().model)):
+        own = set(map(id, self._pairs().model))
+        if cleared.isdisjoint(own):
             return
         self.note()
+        if own <= cleared and not self._current.is_open:
+            self._skip.note_cleared()
         self._foreign.drop(cleared)
         # what waits for a further block is at no master yet; else `follow` comes after it
         if self._current.is_open or self._gradients.scaled.scale is not None:

@@ -161,8 +161,8 @@ class OptimizerBackward:
             self._foreign.add_to()
         self.zeroing.begin(self.pairs, is_alone)
         self.gradients.set_aside(pairs, scale)
-        if self.skip.outcome and self.gradients.are_left and not self.ranks.groups:
-            self.skip.note_left()
+        if self.skip.outcome:
+            self.skip.note_pass(self.gradients.are_left and not self.ranks.groups)
         self.current.open(backward_pass, pairs if is_alone else self.pairs(), scale, is_scaled)
         if self.zeroing.is_watched:
             self.shown.watch_block()

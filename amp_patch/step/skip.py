@@ -110,6 +110,7 @@ class Skip:
         self.cleared: bool | HostCopy = False
         self._cleared_flag: Tensor | None = None
         self.left: bool | HostCopy = False
+        self._may_be_left = False  # until the first pass since the step, or a clear
         self.count = StepCount()
         self._was_skipped: bool | HostCopy = False
 
@@ -165,8 +166,12 @@ class Skip:
         elif self.flag is not None and not captures.are_made(self.flag.device):
             self._cleared_flag = _either(self._cleared_flag, self.flag)
             self.cleared = self.cleared is True or HostCopy(self._cleared_flag)
-        self.left = False
+        self.note_cleared()
         self.forget()
+
+    def note_cleared(self) -> None:
+        """The script has cleared all gradients: none of the last step is left."""
+        self.left = self._may_be_left = False
 
     def has_cleared(self) -> bool:
         """Return whether gradients that overflowed were cleared; may wait for their device."""
@@ -174,9 +179,16 @@ class Skip:
             self.cleared = bool(self.cleared.wait().item())
         return self.cleared
 
-    def note_left(self) -> None:
-        """Gradients of the last step are still there, where they may have overflowed."""
-        self.left = self._was_skipped
+    def note_pass(self, are_left: bool) -> None:
+        """A pass begins.
+
+        Args:
+            are_left: whether gradients are there. In the first pass since a step they are those of
+                the step, unless they were cleared, maybe by zeros in their place.
+        """
+        if self._may_be_left and are_left:
+            self.left = self._was_skipped
+        self._may_be_left = False
 
     def has_left(self) -> bool:
         """Return whether gradients of a skipped step are still there; may wait for their device."""
@@ -221,6 +233,7 @@ class Skip:
     def _end(self) -> None:
         self.forget()
         self.cleared = self.left = False
+        self._may_be_left = True
         self._cleared_flag = None
 
     def _end_made(self, flag: Tensor) -> None:

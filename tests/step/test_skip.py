@@ -501,3 +501,43 @@ def test_a_closure_that_clears_forgets_what_was_found_before(
     optimizer.step(closure)
     assert not amp.step_was_skipped(optimizer)
     assert {entry["step"].item() for entry in optimizer.state.values()} == {1.0}
+
+
+CLEARS: dict[str, Callable[[nn.Module, Optimizer], object]] = {
+    "None": lambda model, optimizer: optimizer.zero_grad(),
+    "zeros": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+    "the model's": lambda model, optimizer: model.zero_grad(),
+    "zeros of the model": lambda model, optimizer: model.zero_grad(set_to_none=False),
+}
+
+
+@pytest.mark.usefixtures("ahead")
+@pytest.mark.parametrize("blocks", [1, 2])
+@pytest.mark.parametrize("clear", CLEARS)
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_cleared_gradients_of_skipped_steps_are_not_taken_for_left_ones(
+    amp: ModuleType, level: str, clear: str, blocks: int
+) -> None:
+    """As where a dynamic scale begins: to see that they are not would wait in all later steps."""
+    model, optimizer = start(amp, level, "adamw")
+    for factor in (torch.inf, torch.inf, 1.0, 1.0):
+        CLEARS[clear](model, optimizer)
+        for _ in range(blocks):
+            loss = model(torch.ones(3, 4)).square().sum() * factor
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+        skip = session.optimizers.steps[optimizer].skip
+        assert skip.left is False
+        optimizer.step()
+        assert amp.step_was_skipped(optimizer) == (factor != 1.0)
+
+
+@pytest.mark.usefixtures("ahead")
+def test_gradients_of_a_skipped_step_that_are_left_are_added_to(amp: ModuleType) -> None:
+    model, optimizer = start(amp, "O1", "adamw")
+    for factor in (torch.inf, 1.0):
+        loss = model(torch.ones(3, 4)).square().sum() * factor
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        assert amp.step_was_skipped(optimizer)
