@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable
 from itertools import chain, compress
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from amp_patch.distributed.shards import place_gradients
@@ -29,7 +28,6 @@ from amp_patch.weights.parameter_lists import (
     clear_grads,
     have_none,
     look_up,
-    store_grad,
     stored_grad,
 )
 
@@ -39,6 +37,7 @@ from .earlier_gradients import EarlierGradients
 from .gradient_buffers import GradientBuffers
 from .outside_passes import OutsidePasses
 from .param_pairs import ParamPairs
+from .parted_gradients import PartedGradients
 from .received_gradients import ReceivedGradients
 from .rounded_gradients import round_into_halves
 from .scaled_gradients import ScaledGradients, bring_to
@@ -63,6 +62,7 @@ class Gradients:
     Attributes:
         scaled: those that are still multiplied by a loss scale.
         stepped: those that a step has used, and left for the next backward outside to add to.
+        parted: lets go of parameters that leave the optimizer.
         elsewhere: half parameters of which other ranks step the masters (ZeRO). Their gradients go
             before the next pass, which would share them once more, or stay scaled.
     """
@@ -85,6 +85,7 @@ class Gradients:
         self._buffers = GradientBuffers(ParamPairs([], []))
         self.unused = UnusedWrites(self._received, lazy)
         self.outside = OutsidePasses(self._received, self._used, self._own, self.unused)
+        self.parted = PartedGradients(lazy, self.scaled, self._aside, self._received, self._used)
         self.elsewhere: list[Tensor] = []
 
     @property
@@ -144,69 +145,6 @@ class Gradients:
         self.round_into_halves(taken)
         self.finish(taken)
         self.outside.was_last |= is_true and is_first
-
-    @torch.no_grad()
-    def let_go(
-        self, gone: ParamPairs, rest: ParamPairs, scale: float | Tensor | None
-    ) -> list[tuple[Tensor, float | Tensor]]:
-        """Let parameters that have left have the gradients that they would have in plain PyTorch.
-
-        Args:
-            gone: these parameters.
-            rest: those that have not.
-            scale: of the block that is open; None where none is.
-
-        Returns:
-            Those whose gradients are multiplied by a scale, with it.
-        """
-        if self._lazy is not None:
-            self._lazy.materialize()
-        is_open = scale is not None
-        if self.scaled.scale is not None:
-            scale = self.scaled.scale
-        if scale is None:
-            self._clear_masters(self._received.changes(gone).cleared.master)
-            self._let_go_true(gone)
-            left: list[tuple[Tensor, float | Tensor]] = []
-        else:
-            left = self._let_go_scaled(gone, scale)
-            if not is_open and have_none(chain(rest.model, self.elsewhere)):
-                self.scaled.forget()  # none of them is any more
-                self._aside.give_back()
-        # what is cleared is cleared at the parameters from now on
-        self._clear_masters(
-            master
-            for param, master in zip(*gone, strict=True)
-            if param is not master and stored_grad(param) is not None
-        )
-        return left
-
-    def _let_go_scaled(
-        self, gone: ParamPairs, scale: float | Tensor
-    ) -> list[tuple[Tensor, float | Tensor]]:
-        aside = self._aside.by_param()
-        self._aside.drop(set(map(id, gone.model)))
-        left: list[tuple[Tensor, float | Tensor]] = []
-        for param, master in zip(*gone, strict=True):
-            true = aside.get(id(param)) if param is master else stored_grad(master)
-            if true is None:
-                left.append((param, scale))
-                continue
-            if (grad := stored_grad(param)) is not None:
-                bring_to(1.0, scale, [grad])
-                true = true + grad
-            store_grad(param, true.to(param.dtype))
-        return left
-
-    def _let_go_true(self, gone: ParamPairs) -> None:
-        """A fused step leaves half gradients as the backward left them, scaled."""
-        if self._lazy is None:
-            return
-        used = set(map(id, self._used.alive()))
-        for param, master in zip(*gone, strict=True):
-            grad, true = stored_grad(param), stored_grad(master)
-            if param is not master and grad is not None and id(grad) in used:
-                store_grad(param, None if true is None else true.to(grad.dtype))
 
     def are_delayed(self, pairs: ParamPairs) -> bool:
         """True while gradients are still multiplied by a loss scale."""

@@ -154,6 +154,11 @@ class HeldParams:
             self._look(groups, stepped)
         return self._pairs
 
+    def with_masters(self, params: Sequence[Tensor]) -> ParamPairs:
+        """Return parameters with their masters, also of those that the optimizer holds no more."""
+        known = {} if self.masters is None else self.masters.by_param()
+        return ParamPairs(list(params), [known.get(id(param), param) for param in params])
+
     def look_again(self) -> None:
         """Parameters that it holds may have become half ones."""
         self._stepped = listed(())
@@ -183,10 +188,11 @@ class HeldParams:
             self.ranks = StepRanks(groups_of(params))
 
     def _firsts(self, groups: list[dict[str, Any]]) -> ParamPairs:
-        param_of = {id(master): param for param, master in zip(*self._pairs, strict=True)}
-        firsts = ParamPairs([], [])
+        firsts, masters = ParamPairs([], []), self.masters
+        if masters is None:
+            return firsts
         for group in groups:
-            pairs = ((param_of[id(stepped)], stepped) for stepped in group["params"])
+            pairs = ((masters.param_of(stepped), stepped) for stepped in group["params"])
             found = next((pair for pair in pairs if pair[0] is not pair[1]), None)
             if found is not None:
                 firsts.model.append(found[0])

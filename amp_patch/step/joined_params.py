@@ -77,8 +77,10 @@ class JoinedParams:
                 store_grad(row.param, None)
 
     def _take(self) -> list[tuple[Joined, Tensor]]:
+        """Return those that are held still, each with its master."""
         if not self._held.joined:
             return []
-        joined = self._held.take_joined()
-        masters = {id(param): master for param, master in zip(*self._held.pairs(), strict=True)}
-        return [(row, masters[id(row.param)]) for row in joined if id(row.param) in masters]
+        held = set(map(id, self._held.pairs().model))
+        rows = [row for row in self._held.take_joined() if id(row.param) in held]
+        masters = self._held.with_masters([row.param for row in rows]).master
+        return list(zip(rows, masters, strict=True))

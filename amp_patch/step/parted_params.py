@@ -7,12 +7,12 @@ parameters come back. What the optimizer alone knows of them goes into them, or 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 from torch import Tensor
 
 from amp_patch.gradients.foreign_gradients import ForeignGradients
 from amp_patch.gradients.gradients import Gradients
-from amp_patch.gradients.param_pairs import ParamPairs
 from amp_patch.weights.parameter_lists import clear_grads
 
 from .current_pass import CurrentPass
@@ -39,21 +39,24 @@ class PartedParams:
         current: CurrentPass,
         skip: Skip,
     ) -> None:
-        self._held, self._masters, self._gradients = held, held.masters, gradients
+        self._held, self._gradients = held, gradients
         self._foreign, self._current, self._skip = foreign, current, skip
 
     def let_go(self, gone: Sequence[Tensor]) -> list[tuple[Tensor, float | Tensor]]:
         """See `LetGo`; what has overflowed is gone, as after a skipped step."""
         waiting, gone = self._joined(gone)
-        pairs, rest = self._pairs(gone), self._held.pairs()
-        found = [*waiting, *self._foreign.let_go(gone)]
         if self._skip.pending:
             self._skip.settle()
-        if self._skip.found():
-            self._gradients.let_go(pairs, rest, None)
+        is_skipped = self._skip.found()
+        pairs = self._held.with_masters(gone)
+        rest = chain(self._held.pairs().model, self._gradients.elsewhere)
+        scale = None if is_skipped else self._current.scale
+        found = [*waiting, *self._foreign.let_go(gone)]
+        left = self._gradients.parted.let_go(pairs, rest, scale)
+        if is_skipped:
             clear_grads([*pairs.model, *pairs.master])
             return found
-        return [*found, *self._gradients.let_go(pairs, rest, self._current.scale)]
+        return [*found, *left]
 
     def _joined(
         self, gone: Sequence[Tensor]
@@ -64,13 +67,10 @@ class PartedParams:
         self._held.joined = [row for row in self._held.joined if id(row.param) not in ids]
         clear_grads(
             master
-            for param, master in zip(*self._pairs([row.param for row in came]), strict=True)
+            for param, master in zip(
+                *self._held.with_masters([row.param for row in came]), strict=True
+            )
             if param is not master  # a copy
         )
         others = ids.difference(id(row.param) for row in came)
         return [row[:2] for row in came], [param for param in gone if id(param) in others]
-
-    def _pairs(self, params: Sequence[Tensor]) -> ParamPairs:
-        pairs = () if self._masters is None else self._masters.pairs()
-        known = {id(param): master for param, master in pairs}
-        return ParamPairs(list(params), [known.get(id(param), param) for param in params])

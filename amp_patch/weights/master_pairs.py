@@ -81,6 +81,10 @@ class MasterPairs:
         """Return the half parameter of a master; a tensor that is no master stands for itself."""
         return self.param_by_id.get(id(stepped), stepped)
 
+    def by_param(self) -> dict[int, Tensor]:
+        """Return the masters by the ids of their half parameters."""
+        return dict(zip(map(id, self.params), self.masters, strict=True))
+
     def others(self, stepped: Iterable[Any]) -> dict[int, Tensor]:
         """Return the half parameters of those among ``stepped`` that other optimizers' masters are.
 
@@ -102,7 +106,7 @@ class MasterPairs:
         Args:
             params: tensors, or ``(name, tensor)``; anything else stays for torch to refuse.
         """
-        known = dict(zip(map(id, self.params), self.masters, strict=True))
+        known = self.by_param()
         count, others = len(self), self.others(params)
         # Copies: a list that `listed` has made knows the classes of its tensors, and gets no more.
         self.params, self.masters = list(self.params), list(self.masters)

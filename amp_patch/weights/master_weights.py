@@ -84,6 +84,10 @@ class MasterWeights:
         """Return the half parameter of a master; a tensor that is no master stands for itself."""
         return self._pairs.param_of(stepped)
 
+    def by_param(self) -> dict[int, Tensor]:
+        """Return the masters by the ids of their half parameters, which the optimizer may hold."""
+        return self._pairs.by_param()
+
     def has_master_of_any(self, params: Sequence[Tensor]) -> bool:
         """Return whether half parameters are among these whose masters the optimizer steps."""
         return not set(map(id, self._pairs.params)).isdisjoint(map(id, params))
