@@ -17,7 +17,7 @@ from amp_patch.distributed.process_groups import StepRanks, groups_of
 from amp_patch.gradients.param_pairs import ParamPairs
 from amp_patch.gradients.true_gradients import TrueGradients
 from amp_patch.weights.master_weights import MasterWeights
-from amp_patch.weights.parameter_lists import are_still, listed
+from amp_patch.weights.parameter_lists import Tensors, are_still, listed
 
 #: Gets parameters that have left an optimizer; returns those of them whose gradients are
 #: multiplied by a loss scale, with this scale.
@@ -172,20 +172,34 @@ class HeldParams:
             self.look_at_others()
             self._replace_own(groups, masters)
             stepped = list(chain.from_iterable(map(_PARAMS, groups)))
+        before = self._stepped, self._pairs
         self._stepped = stepped = listed(stepped)
         once = {id(one): one for one in stepped}  # its gradient is to be divided once
         if len(once) < len(stepped):
             stepped = listed(once.values())
         params = stepped if masters is None else listed(map(masters.param_of, stepped))
-        before, self._pairs = self._pairs, ParamPairs(params, stepped)
+        self._pairs = ParamPairs(params, stepped)
         if self._strays is not None:
-            let_go = self._let_go() or _nothing
-            self.joined += self._strays.follow(before.model, params, let_go)
+            self._tell_of_change(self._strays, *before)
         self.firsts = self._firsts(groups)
         if masters is not None or not self.steps_halves:
             self._frozen = [one for one in stepped if one.dtype in HALVES]
         if self._ranks_follow:
             self.ranks = StepRanks(groups_of(params))
+
+    def _tell_of_change(self, strays: Strays, stepped: Tensors, pairs: ParamPairs) -> None:
+        """Tell of what has come and left; if that fails, the next call of `pairs` does it again.
+
+        Args:
+            strays: are told.
+            stepped, pairs: what the optimizer held before.
+        """
+        let_go = self._let_go() or _nothing
+        try:
+            self.joined += strays.follow(pairs.model, self._pairs.model, let_go)
+        except BaseException:  # a pending check has found an overflow at the floor of its scale
+            self._stepped, self._pairs = stepped, pairs
+            raise
 
     def _firsts(self, groups: list[dict[str, Any]]) -> ParamPairs:
         firsts, masters = ParamPairs([], []), self.masters

@@ -43,11 +43,15 @@ class PartedParams:
         self._foreign, self._current, self._skip = foreign, current, skip
 
     def let_go(self, gone: Sequence[Tensor]) -> list[tuple[Tensor, float | Tensor]]:
-        """See `LetGo`; what has overflowed is gone, as after a skipped step."""
-        waiting, gone = self._joined(gone)
+        """See `LetGo`; what has overflowed is gone, as after a skipped step.
+
+        Raises:
+            FloatingPointError: of a check that was pending. Nobody is let go: call it again.
+        """
         if self._skip.pending:
             self._skip.settle()
         is_skipped = self._skip.found()
+        waiting, gone = self._joined(gone)
         pairs = self._held.with_masters(gone)
         rest = chain(self._held.pairs().model, self._gradients.elsewhere)
         scale = None if is_skipped else self._current.scale

@@ -15,6 +15,8 @@ from support import scaled_backward
 from torch import nn
 from torch.optim import SGD
 
+from amp_patch.session import session
+
 LEVELS = ("O0", "O1", "O2", "O4", "O5")
 SCALED = ("O1", "O2", "O5")
 
@@ -232,3 +234,28 @@ def test_deactivate_in_a_block_unscales_what_no_optimizer_holds(
         amp.deactivate()
     assert two.layers[2].bias.grad.tolist() == [4.0]
     assert two.layers[0].bias.grad.tolist() == [1.0]
+
+
+@pytest.mark.filterwarnings("ignore:Gradient overflow", "ignore:at a level with a loss scale every")
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_what_has_come_and_gone_is_unscaled_after_a_pending_check_has_raised(
+    amp: ModuleType, level: str
+) -> None:
+    two = Two(amp, level, loss_scale="dynamic", init_scale=64.0, min_loss_scale=64.0)
+    step = session.optimizers.steps[two.first]
+    moving = two.second.param_groups.pop()
+    two.second.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+    two.block(1.0, 0.0, 2.0)
+    two.block_of(two.first, float("inf"))  # an overflow at the floor: the next one raises
+    two.first.zero_grad()
+    checked = session.passes.of_loss([step], 0, torch.device("cpu"))
+    checked.scale(two.loss(float("inf"))).backward()
+    checked.unscale_()  # an integration has not called `update` yet
+    two.first.param_groups.append(moving)
+    step.backward.pairs()
+    two.first.param_groups.pop()
+    with pytest.raises(FloatingPointError):
+        step.backward.pairs()
+    two.second.param_groups.append(moving)
+    two.second.step()
+    assert two.moved_by() == [0.0, 0.0, 2.0]
