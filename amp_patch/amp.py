@@ -33,7 +33,8 @@ from .optimizers.groups import params_of
 from .requested_level import Resolved
 from .scaling import loss_scaler
 from .session import session
-from .step.scaled_loss import ScaledLoss, UnscaledLoss, open_scale, with_torchs_backward
+from .step.scaled_loss import ScaledLoss, open_scale, with_torchs_backward
+from .step.unscaled_loss import UnscaledLoss
 from .step.watched_backward import tell_of_leaf
 from .user_functions import (
     bfloat16_function,

@@ -287,7 +287,7 @@ class Session:
         self.guard.follow_imports(self._torch_patches)
         torch_compile.compile_nothing_of_ours_alone(self._torch_patches)
         torch_compile.trace_into_regions(self._torch_patches)
-        torch_compile.call_before(self._torch_patches, self.show_writes)
+        torch_compile.call_before(self._torch_patches, self.publish_writes)
         self.libraries.install()
         self.methods.install()
         self._step_hooks = [
@@ -342,7 +342,7 @@ class Session:
         if param.dtype is torch.float32:
             self.optimizers.note_data_set(param)
 
-    def show_writes(self, model: nn.Module | None = None) -> None:
+    def publish_writes(self, model: nn.Module | None = None) -> None:
         """Have what was written to masters and to the last state dicts in the parameters.
 
         Args:
@@ -350,7 +350,7 @@ class Session:
         """
         if self.store.handed_out.are_held:
             self.store.handed_out.take_over(None if model is None else model.modules())
-        self.optimizers.show_writes()
+        self.optimizers.publish_writes()
 
     def settle(self) -> None:
         """Wait for every outcome on its way from a device, and say what is to be said of it."""
@@ -381,7 +381,7 @@ class Session:
 
 def _observe_model(model: nn.Module, args: Any, kwargs: Any) -> None:
     session.models.follow_device(model)
-    session.show_writes(model)
+    session.publish_writes(model)
     if session.guard.targets.are_awaited:
         session.guard.targets.look(model, args, kwargs)
 

@@ -199,11 +199,11 @@ class PreparedOptimizers:
         """
         return None if type(optimizer) in weakref.ProxyTypes else self.steps.get(optimizer)
 
-    def show_writes(self) -> None:
-        """A forward comes next; see `MasterWeights.show_writes`."""
+    def publish_writes(self) -> None:
+        """A forward comes next; see `MasterWeights.publish_writes`."""
         for reference in [*self._masters]:  # each forward asks: no generator
             if (masters := reference()) is not None:
-                masters.show_writes()
+                masters.publish_writes()
 
     def note_writes(self) -> None:
         """The values of parameters are asked for; see `MasterWeights.note_writes`."""

@@ -1,4 +1,7 @@
-"""The ``with`` blocks of `amp.scale_loss`: call the hooks of a backward pass in their order."""
+"""The ``with`` block of `amp.scale_loss`: it calls the hooks of a backward pass in their order.
+
+`unscaled_loss` has the block in which nothing is scaled.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,9 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from amp_patch.casting.mode import HALVES
 from amp_patch.casting.torch_compile import never_trace
-from amp_patch.casting.weight_cache import WeightCache
 
 from .backward_pass import BackwardPass
-from .loss_scaling import NoScaling
 
 #: The blocks that are open, by their ids, with the threads that opened them: hooks of a backward on
 #: a GPU run in other threads. A block that nobody ended, see `BackwardPass.is_ended_by`, is gone.
@@ -42,7 +42,9 @@ def with_torchs_backward(loss: Tensor) -> Tensor:
         return loss.view_as(loss)
 
 
-class _Block(contextlib.AbstractContextManager[Tensor]):
+class LossBlock(contextlib.AbstractContextManager[Tensor]):
+    """Yields a loss; what is looked up on the block itself is most often meant of that loss."""
+
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(
             "amp.scale_loss() returns a block, which yields the scaled loss; got a look-up of "
@@ -51,7 +53,7 @@ class _Block(contextlib.AbstractContextManager[Tensor]):
         )
 
 
-class ScaledLoss(_Block):
+class ScaledLoss(LossBlock):
     """Yields a scaled loss; at its end the gradients of that loss's backward are true.
 
     Args:
@@ -105,32 +107,3 @@ class ScaledLoss(_Block):
         except BaseException:
             self._pass.abandon()
             raise
-
-
-class UnscaledLoss(_Block):
-    """Yields a loss whose gradients are true as the backward writes them: no scale, no masters.
-
-    Does what a `ScaledLoss` would do with them, which is next to nothing.
-
-    Args:
-        loss: a tensor of any shape.
-        cache: told when the backward begins, and made stale when it is done.
-        scaling: counts the pass.
-    """
-
-    def __init__(self, loss: Tensor, cache: WeightCache, scaling: NoScaling) -> None:
-        self._loss, self._cache, self._scaling = loss, cache, scaling
-
-    @never_trace
-    def __enter__(self) -> Tensor:
-        self._cache.begin_backward()
-        if self._loss.dtype not in HALVES:
-            return self._loss
-        with torch.enable_grad():
-            return self._loss.float()
-
-    @never_trace
-    def __exit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
-        self._cache.mark_stale()
-        if exc_type is None:
-            self._scaling.update((), ())

@@ -219,22 +219,22 @@ class MasterWeights:
         self._rounding.count_moved()
         self._writes.masters_that_win(self._pairs.master_versions())
 
-    def show_writes(self) -> None:
+    def publish_writes(self) -> None:
         """A forward reads the parameters next: what the user wrote to the masters goes there.
 
         What another thread's step has written does not: its step publishes it.
         """
         if self._writes.may_be_any():
-            self._unless_in_a_step(self._show_writes)
+            self._unless_in_a_step(self._publish_writes)
 
-    def _show_writes(self) -> None:
+    def _publish_writes(self) -> None:
         self._writes.find_unseen()
         if self._writes.are_any():  # still
             self._rounding.count_moved()
             self._rounding.renew().forget()
-            self._show_masters(self._writes.to_show())
+            self._publish_rows(self._writes.to_publish())
 
-    def _show_masters(self, rows: list[int]) -> None:
+    def _publish_rows(self, rows: list[int]) -> None:
         """Round these masters into their half parameters.
 
         What the user has written to the others waits for the step. Who puts it back before that,
@@ -242,8 +242,8 @@ class MasterWeights:
         """
         if rows:
             self.agreements += 1
-            self._rounding.show(rows)
-            self._writes.note_shown(rows)
+            self._rounding.write_rows(rows)
+            self._writes.note_published(rows)
 
     def _unless_in_a_step(self, act: Callable[[], None]) -> None:
         """Call ``act``, unless another thread steps the masters."""

@@ -93,7 +93,7 @@ class Rounding:
             with as_plain_tensors(chain(self._pairs.params, self._pairs.masters)):
                 self._cast.run()
 
-    def show(self, rows: Sequence[int]) -> None:
+    def write_rows(self, rows: Sequence[int]) -> None:
         """Round the masters of these rows into their parameters, where the two disagree."""
         comparison = self.renew()
         if len(rows) < len(self._pairs):

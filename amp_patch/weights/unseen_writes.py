@@ -90,7 +90,7 @@ class UnseenWrites:
         found = self._sums_of(local)
         return [self._sums.get(key := one.data_ptr()) == found.get(key, ()) for one in local]
 
-    def show(self, masters: Sequence[Tensor], local: Sequence[Tensor]) -> None:
+    def increment_versions(self, masters: Sequence[Tensor], local: Sequence[Tensor]) -> None:
         """Move the version of each master that is not what it was at that version.
 
         Args:

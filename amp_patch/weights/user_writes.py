@@ -95,7 +95,7 @@ class UserWrites:
     def find_unseen(self) -> None:
         """Move the versions of masters that were written to by their ``.data``."""
         if not self._versions.given:  # else such a write may be to a half weight, as well
-            self.unseen.show(self._pairs.masters, self._pairs.local_masters())
+            self.unseen.increment_versions(self._pairs.masters, self._pairs.local_masters())
 
     def masters_that_win(self, versions: list[int]) -> list[bool]:
         """Return which parameters have to follow their masters; the others are followed.
@@ -134,7 +134,7 @@ class UserWrites:
                 self._values.note_write(self._pairs.params[row])
                 self.unseen.keep_looking()
 
-    def to_show(self) -> list[int]:
+    def to_publish(self) -> list[int]:
         """Return the rows of masters that a forward has to see in their half parameters.
 
         Those that win, and those whose half parameters were written to what they are.
@@ -147,7 +147,7 @@ class UserWrites:
             rows.update(filter(self._pairs.agree, written))
         return sorted(rows)
 
-    def note_shown(self, rows: list[int]) -> None:
+    def note_published(self, rows: list[int]) -> None:
         """The masters of these rows were rounded into their half parameters."""
         now = self._pairs.master_versions()
         for row in rows:

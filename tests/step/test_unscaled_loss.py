@@ -14,7 +14,8 @@ from torch.optim import SGD, Optimizer
 
 from amp_patch.session import session
 from amp_patch.step.observers import StepObserver
-from amp_patch.step.scaled_loss import ScaledLoss, UnscaledLoss
+from amp_patch.step.scaled_loss import ScaledLoss
+from amp_patch.step.unscaled_loss import UnscaledLoss
 
 Prepared = tuple[nn.Module, Optimizer]
 

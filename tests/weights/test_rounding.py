@@ -107,7 +107,7 @@ def test_the_masters_of_some_rows_are_shown_alone() -> None:
     pairs, _, rounding = roundings()
     for master in pairs.masters:
         master.data.fill_(2)
-    rounding.show([1])
+    rounding.write_rows([1])
     assert [param[0].item() for param in pairs.params] == [1, 2]
     rounding.reconcile_these({id(pairs.masters[0]): False})
     assert pairs.masters[0].eq(1).all()

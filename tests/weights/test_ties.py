@@ -1,4 +1,4 @@
-"""Masters share memory where their half parameters do (whole trainings: `test_shown_writes`)."""
+"""Masters share memory where their half parameters do (trainings: `test_published_writes`)."""
 
 import torch
 from torch import nn

@@ -319,7 +319,7 @@ def test_masters_are_looked_at_in_the_first_steps_and_on_where_a_write_was_found
         if is_written:
             masters[1].data.fill_(1)
         versions = [master._version for master in masters]
-        writes.show(masters, masters)
+        writes.increment_versions(masters, masters)
         moved = [
             master._version - version for master, version in zip(masters, versions, strict=True)
         ]
@@ -343,5 +343,5 @@ def test_a_prepared_model_is_traced_behind_its_optimizer(amp: ModuleType, level:
 def test_nothing_is_looked_at_where_numbers_are_missing() -> None:
     masters, writes = [torch.ones(3, device="meta")], UnseenWrites({})
     writes.note(masters)
-    writes.show(masters, masters)
+    writes.increment_versions(masters, masters)
     assert masters[0]._version == 0
