@@ -5,7 +5,6 @@ Knows one optimizer; nothing of models, levels or how scales move.
 
 from __future__ import annotations
 
-import enum
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -13,7 +12,6 @@ from typing import Any
 
 from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from amp_patch.casting.mode import HALVES, mode
 from amp_patch.casting.running_modules import is_called
@@ -37,29 +35,13 @@ from .held_params import HeldParams
 from .observers import Observers
 from .optimizer_backward import OptimizerBackward
 from .optimizer_state import OptimizerState
-from .replaced_methods import ReplacedMethods, own_methods, takes_hooks
+from .publication import Phase, Publication
+from .replaced_methods import ReplacedMethods, own_methods
 from .skip import Skip
 from .turned_half import turn_to_fp32
 from .wrapped_optimizers import wrapped_by
-from .writes_in_step import WritesInStep
 from .zero_grad import ZeroGrad
 from .zero_shares import ZeroShares
-
-
-class Phase(enum.Enum):
-    """Where an optimizer is between two steps, or in one.
-
-    ``UNPUBLISHED`` is left where masters could not be rounded into the half weights: it is tried
-    again before these are used.
-    """
-
-    REST = enum.auto()  # the half weights are the masters, rounded
-    STEPS = enum.auto()  # the masters are being changed
-    PUBLISHED = enum.auto()  # still in the step, whose hooks and rest see the new half weights
-    UNPUBLISHED = enum.auto()
-
-
-_IN_STEP = (Phase.STEPS, Phase.PUBLISHED)
 
 
 class OptimizerStep:
@@ -127,7 +109,7 @@ class OptimizerStep:
         self._held = held
         self.backward = OptimizerBackward(optimizer, held, self._fused, self.skip)
         self._first_scale = None if was_scaled is None else FirstScale(self.backward, was_scaled)
-        self.ended, self._phase = 0, Phase.REST
+        self.ended = 0
         self._halves_of: str | None = None  # the level of a model that was stored later
         self._thread: int | None = None
         self._is_past_own = False
@@ -135,11 +117,8 @@ class OptimizerStep:
         self._zero_grads = ZeroGrad(
             optimizer, self.backward, self.masters, self._fused, self.methods
         )
-        self._hook = None if store is None else self._publish_before_other_hooks(optimizer)
-        self._writes = (
-            None
-            if self.masters is None
-            else WritesInStep(optimizer, wrapped, self.masters, self._is_foreign)
+        self._publication = Publication(
+            optimizer, wrapped, self.masters, self._fused, self._is_foreign
         )
         self.state = OptimizerState(optimizer, wrapped, held, self._direct or self._fused)
         self.groups = AddedGroups(optimizer, held, self.methods, fused)
@@ -167,10 +146,6 @@ class OptimizerStep:
         """The optimizer; None when the user has dropped it."""
         return self._optimizer()
 
-    @property
-    def _is_stepping(self) -> bool:
-        return self._phase in _IN_STEP
-
     def release(self) -> None:
         """Undo all of it: the optimizer steps its own parameters again, state kept."""
         self.end_backwards(set())()
@@ -185,10 +160,7 @@ class OptimizerStep:
         """End `release`, where no backward of any optimizer is to be ended any more."""
         if self.masters is not None:
             self.masters.release()
-        if self._hook is not None:
-            self._hook.remove()
-        if self._writes is not None:
-            self._writes.remove()
+        self._publication.remove()
         self.methods.undo()
         self.state.remove()
         for undo in self._undo:
@@ -237,8 +209,8 @@ class OptimizerStep:
             self._running.remove(self)
 
     def _look_before(self, *, goes_on: bool) -> None:
-        if self._phase is Phase.UNPUBLISHED:
-            self._publish()
+        if self._publication.phase is Phase.UNPUBLISHED:
+            self._publication.publish()
         if self._halves_of is not None:
             self._refuse_halves(self._halves_of)
         if self.skip.pending:
@@ -281,7 +253,7 @@ class OptimizerStep:
         Args:
             closure: that torch's step is given, which brings gradients of its own; or None.
         """
-        if self._is_stepping or closure is not None:
+        if self._publication.is_stepping or closure is not None:
             return
         self._set_aside = None  # of a step that raised
         self._look_before(goes_on=False)
@@ -296,7 +268,7 @@ class OptimizerStep:
 
     def end_past_own(self) -> None:
         """What `begin_past_own` was told of is over."""
-        if not self._is_past_own or self._is_stepping:
+        if not self._is_past_own or self._publication.is_stepping:
             return
         self._is_past_own = False
         if self._set_aside is not None:
@@ -314,12 +286,12 @@ class OptimizerStep:
 
     def note_data_read(self, stepped: Tensor) -> None:
         """A script may be about to write to ``stepped.data``, also in a hook after the step."""
-        if self.masters is not None and self._phase is not Phase.STEPS:
+        if self.masters is not None and self._publication.phase is not Phase.STEPS:
             self.masters.note_data_read(stepped)
 
     def note_data_set(self, stepped: Tensor) -> None:
         """A script is about to set ``stepped.data``."""
-        if self.masters is not None and self._phase is not Phase.STEPS:
+        if self.masters is not None and self._publication.phase is not Phase.STEPS:
             self.masters.note_data_set(stepped)
 
     def _call_own(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -329,7 +301,7 @@ class OptimizerStep:
         finds gradients at them, also those that a script gave to half weights by hand, and those
         that wait scaled for a later backward, as DDP's advice for SAM leaves them on each rank.
         """
-        if self._is_stepping:
+        if self._publication.is_stepping:
             return original(*args, **kwargs)
         if self.masters is not None:
             self.masters.reconcile()
@@ -342,7 +314,7 @@ class OptimizerStep:
 
         SAM steps it in ``second_step``, which nobody replaces.
         """
-        if self._is_stepping:
+        if self._publication.is_stepping:
             return original(*args, **kwargs)
         return self._step(original, *args, **kwargs)
 
@@ -379,7 +351,7 @@ class OptimizerStep:
         except BaseException as error:
             if before is not None:
                 before.restore()
-                self._publish()
+                self._publication.publish()
             if isinstance(error, SkippedInClosure):
                 self._skip()
                 return error.loss
@@ -389,17 +361,15 @@ class OptimizerStep:
         self, flag: Tensor | None, original: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         """Make the step, which changes nothing where a device's flag is not 0."""
+        publication = self._publication
         with self._lock:
             saved = mode.switch_off()
-            self._phase = Phase.STEPS
+            publication.phase = Phase.STEPS
             try:
                 result = self._call(flag, original, *args, **kwargs)
             finally:
                 mode.restore(saved)
-                has_published = self._phase is not Phase.STEPS
-                self._phase = Phase.REST if has_published else Phase.UNPUBLISHED
-                if not has_published:
-                    self._publish()
+                publication.end()
         self.skip.note_made(flag)
         if self._is_foreign and self.masters is not None:
             self.backward.follow_foreign_step()
@@ -409,9 +379,9 @@ class OptimizerStep:
     def _call(
         self, flag: Tensor | None, original: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        optimizer = self._optimizer()
-        if optimizer is not None and self._writes is not None:
-            self._writes.begin(optimizer)
+        optimizer, writes = self._optimizer(), self._publication.writes
+        if optimizer is not None and writes is not None:
+            writes.begin(optimizer)
         if optimizer is not None and self._fused is not None:
             return self._fused.run(optimizer, flag, *args, **kwargs)
         # Functions for many tensors would step one that is repeated from where it was, each time.
@@ -443,43 +413,10 @@ class OptimizerStep:
         if self._observers and (optimizer := self._optimizer()) is not None:
             self._observers.stepped(optimizer, self.skip)
 
-    def _publish_before_other_hooks(self, optimizer: Optimizer) -> RemovableHandle | None:
-        """Let the step hooks of users (a moving average of the weights) see what was stepped."""
-        if not takes_hooks(optimizer, "_optimizer_step_post_hooks"):
-            return None
-        handle = optimizer.register_step_post_hook(lambda stepped, *_: self._publish_of(stepped))
-        hooks: Any = optimizer._optimizer_step_post_hooks
-        hooks.move_to_end(handle.id, last=False)
-        return handle
-
-    def _publish_of(self, stepped: Optimizer) -> None:
-        """A step ends that calls these hooks: the optimizer's, or that of one that it wraps.
-
-        Where the two share one dict of hooks, as some Lookaheads do, the wrapping step goes on to
-        write to the masters, and calls no hook when it ends.
-        """
-        self._publish()
-        if self._phase in _IN_STEP and stepped is not self._optimizer():
-            self._phase = Phase.STEPS
-
-    def _publish(self) -> None:
-        """Round the masters into the half weights; also called where an earlier try failed."""
-        masters, writes = self.masters, self._writes
-        phase = self._phase
-        is_published = phase is Phase.REST or phase is Phase.PUBLISHED
-        # once more in one step: of a subclass, which has published in super().step()
-        is_followed = writes is not None and is_published and writes.follow()
-        if masters is not None and writes is not None and not is_followed:
-            if not is_published:
-                writes.tell()
-            masters.publish(self._fused is not None and self._fused.has_published)
-            writes.published()
-        self._phase = Phase.PUBLISHED if phase in _IN_STEP else Phase.REST
-
     def _zero_grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         # A closure may clear between its forward, which saved the weights, and its backward.
-        if self._phase is Phase.UNPUBLISHED:
-            self._publish()
+        if self._publication.phase is Phase.UNPUBLISHED:
+            self._publication.publish()
         if self.skip.pending:
             self.skip.settle()
         self._zero_grads.clear(self._optimizer(), original, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""An optimizer's step: skipped as if it had never been called, hooked, scheduled, copied, freed."""
+"""An optimizer's step: skipped as if it had never been called, scheduled, copied, freed."""
 
 import copy
 import gc
@@ -7,7 +7,6 @@ import pickle
 import weakref
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -195,19 +194,6 @@ def test_a_step_by_the_class_is_seen_by_the_next_forward(amp: ModuleType, level:
         assert not torch.equal(model(torch.ones(2, 4)), output)
 
 
-def test_an_error_in_the_step_leaves_the_model_equal_to_its_masters(amp: ModuleType) -> None:
-    class Failing(SGD):
-        @torch.no_grad()
-        def step(self, closure: None = None) -> None:
-            self.param_groups[0]["params"][0].fill_(0.75)
-            raise ArithmeticError("step")
-
-    model, optimizer = prepared(amp, make=lambda params: Failing(params, lr=0.125))
-    with pytest.raises(ArithmeticError, match="step"):
-        optimizer.step()
-    assert torch.equal(model.weight, torch.full((3, 4), 0.75, dtype=F16))
-
-
 # --- misuse ---
 
 
@@ -258,40 +244,6 @@ def test_lbfgs_is_refused(amp: ModuleType, level: str) -> None:
     with pytest.raises(TypeError, match=exactly(message)):
         amp.initialize(model, LBFGS(model.parameters()), opt_level=level, verbosity=0)
     assert model.weight.dtype is F32
-
-
-# --- step hooks of users ---
-
-
-@pytest.mark.parametrize("level", ["O2", "O5"])
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_step_hooks_see_the_weights_just_stepped(amp: ModuleType, level: str, when: str) -> None:
-    model = linear()
-    optimizer, seen = SGD(model.parameters(), lr=0.125), []
-
-    def note(*_: Any) -> None:
-        seen.append((model.weight.detach().clone(), model.state_dict()["weight"].clone()))
-
-    if when == "before":
-        optimizer.register_step_post_hook(note)
-    amp.initialize(model, optimizer, opt_level=level, loss_scale=16.0, verbosity=0)
-    if when == "after":
-        optimizer.register_step_post_hook(note)
-    for seed in range(2):
-        train_step(amp, model, optimizer, seed=seed)
-        half, exact = seen[-1]
-        assert torch.equal(half, model.weight)
-        assert torch.equal(exact, model.state_dict()["weight"])
-    assert not torch.equal(seen[0][0], seen[1][0])
-
-
-def test_a_step_hook_may_write_to_half_weights(amp: ModuleType) -> None:
-    model, optimizer = prepared(amp)
-    optimizer.register_step_post_hook(lambda *_: model.weight.data.clamp_(-0.125, 0.125))
-    for seed in range(3):
-        train_step(amp, model, optimizer, seed=seed)
-        assert model.weight.abs().max().item() <= 0.125
-        assert model.state_dict()["weight"].abs().max().item() <= 0.125
 
 
 # --- learning-rate schedulers ---
