@@ -25,10 +25,10 @@ Function = Callable[..., Any]
 
 # Nothing is replaced in the namespace of torch's C code: its answer is torch's own.
 _autocast_is_on = torch._C.is_autocast_enabled
-# Where a block that is given no dtype takes on the one around it.
+# The code that asks where a block is given no dtype: it takes on that of the block around it.
 _BLOCK = torch.amp.autocast_mode.autocast.__init__.__code__
-# What calls a forward that `custom_fwd` has decorated, and the dtype that it notes where it casts:
-# its backward enters a block of that, which is off.
+# The code that asks in a forward which `custom_fwd` has decorated, and the dtype that it is to note
+# where our casts are on: its backward enters a block of autocast in that dtype, which is off.
 _CUSTOM_FORWARD = torch.amp.custom_fwd(id, device_type="cpu").__code__
 NOTED = torch.float32
 #: Libraries that ask in order to cast what our own rules for their functions have cast.

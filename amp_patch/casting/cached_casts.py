@@ -150,8 +150,8 @@ class Entry:
         if not self.is_free():
             self.version = version
             return
-        # Not by emptying the storage: an operator that came by the cast would read no memory and
-        # crash. Of an empty tensor it tells.
+        # Not by emptying the storage: an operator that is given the cast all the same would read
+        # memory that is gone, and crash. An empty tensor is of another shape: it raises.
         self.has_memory = False
         self.cast.data = self.empty
 
@@ -231,7 +231,7 @@ class Batch:
         Args:
             known: the cache's entries, by the ids of their parameters.
         """
-        # One that was dropped since then may be in a thread's hands, which has just found it.
+        # Not those that the cache has dropped: another thread may have found one just before.
         entries = [one for one in self.entries() if known.get(id(one.param)) is one]
         for entry in entries:
             entry.arrivals += 1

@@ -52,7 +52,7 @@ class _TellingData:
         self._tell_of_half = tell_of_half
 
     def __get__(self, tensor: Any, owner: Any = None) -> Any:
-        # Classes are told by `type`: for isinstance of a parameter torch has a function of Python.
+        # By `type`, for torch answers `isinstance(..., nn.Parameter)` by a function of Python.
         kind = type(tensor)
         if kind is Tensor:
             self._look_at(tensor)

@@ -64,7 +64,8 @@ def loss_of(
         dtypes: those of logits that are to be computed so.
     """
     logits: Any = args[0] if args else kwargs.get("input")
-    # First what most calls do not get beyond; torch.compile traces nothing of the second question.
+    # The question that ends most calls comes early; before it that for torch.compile, which cannot
+    # trace it.
     if is_dynamo_compiling() or not kernels.is_on_cuda(logits) or _is_tracing():
         return None
     if logits.dtype not in dtypes or type(logits) not in _PLAIN or not is_on_cast_device(logits):
@@ -77,7 +78,7 @@ def loss_of(
         return None
     if call is None or type(call.targets) is not Tensor:
         return None
-    # Torch's calls none of the functions that have rules: neither does what stands in for it.
+    # Torch's own function calls none that have rules: inside of this one rules are off, too.
     saved = mode.switch_off(mode.region)
     try:
         loss = _by_kernel(logits, call)

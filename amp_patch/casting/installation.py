@@ -124,7 +124,7 @@ class _Installation:
         owner, name, original = target
         if id(original) in self._made:
             return
-        # What is not Python's calls no patched function.
+        # A function in C calls no patched one: it is alone in any case.
         alone = alone and isinstance(original, types.FunctionType)
         key = id(original), rule, alone
         if key not in self.wrappers:
@@ -160,7 +160,7 @@ class _Installation:
         if isinstance(original, types.ClassMethodDescriptorType):
             original = classmethod(_of_class(original))
         if isinstance(original, (classmethod, staticmethod)):
-            # What stands in a class is called by way of the function inside.
+            # The object in the class is no function: the one inside of it is wrapped.
             inside = self._wrap(original.__func__, rule, alone)
             wrapper: Any = type(original)(inside)
             self._made.add(id(wrapper))
@@ -176,7 +176,8 @@ class _Installation:
     def _wrapped(self, original: Any, rule: str, alone: bool, method: str | None) -> Any:
         wrapper: Any = self._wrap(original, rule, alone)
         if method is not None:
-            # What torch.compile traces for a method: it reaches the original by name only.
+            # torch.compile traces this one for a method, of which it reaches the original by name
+            # only.
             wrapper.traced = self._wrap(calling(method), rule, alone)
         return wrapper
 

@@ -15,8 +15,8 @@ class KeptWrappers:
     """A table of wrappers, by the function that each wraps and all that decides what it does."""
 
     def __init__(self) -> None:
-        # By the function's id, for two in C are equal where one is the other's second name; with
-        # the function, whose id it is, and the wrapper.
+        # By the ids of functions: two names of one in C may be two objects, which are equal.
+        # Each entry holds its function, too, so that the id stays that function's.
         self._made: dict[tuple[int, Hashable], tuple[Any, Any]] = {}
         #: The ids of all wrappers, of which this table holds each once.
         self.ids: set[int] = set()

@@ -91,7 +91,7 @@ class CastContext:
 
         @functools.wraps(function)
         def in_context(*args: Any, **kwargs: Any) -> Any:
-            # torch.compile enters only what it has seen being made.
+            # A new one for each call: torch.compile enters only what it has seen being made.
             with type(self)():
                 return function(*args, **kwargs)
 
@@ -102,7 +102,8 @@ class CastContext:
         self._begin()
 
     def __exit__(self, *error: object) -> None:
-        # A module inside, in a region by a rule, that an interrupt ended without a word.
+        # Modules inside that are regions by a rule, and that an interrupt has ended without their
+        # hooks.
         while mode.modules and mode.modules[-1][1] == len(mode.around):
             mode.modules.pop()
             end_block(*error)

@@ -65,8 +65,8 @@ def shared_cast(source: Tensor, dtype: torch.dtype) -> Tensor:
             hands it on.
         dtype: float32, float16 or bfloat16, and not the source's.
     """
-    # Without grad nothing would hold the cast. torch.jit.trace compares a run with grad and one
-    # without, by the lines of the code as well.
+    # Without grad no graph would hold the cast until its next use. And torch.jit.trace compares a
+    # run with grad to one without: both have to come by the same lines here.
     if not _is_grad_enabled() or _is_tracing() or is_in_selective_checkpoint():
         return CAST[dtype](source)
     found = None if is_recorded() else last_cast(source, dtype)
@@ -131,5 +131,6 @@ _count_dispatch_modes = torch._C._len_torch_dispatch_stack
 _get_dispatch_mode = torch._C._get_dispatch_mode
 _RECORDING = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY)
 _is_tracing = torch._C._is_tracing
-# Asked for its stack, functorch makes one in this thread, and each node of a backward copies it.
+# Not by asking for functorch's stack: the question makes one in this thread, and from then on each
+# node of a backward copies it.
 _are_transforms_active = torch._C._are_functorch_transforms_active

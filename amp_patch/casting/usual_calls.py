@@ -108,8 +108,8 @@ def layer(
         if type(weight) is Parameter:
             weight = cast_weight(weight, dtype)
         elif weight.dtype is not dtype:
-            # Computed by a weight norm, say, and so another in each call: not noted as the last
-            # cast, for the next layer may take this input.
+            # A weight norm, say, computes it anew in each call. It is not noted as the last cast:
+            # that is the input's, which the next layer may take as well.
             weight = to_dtype(weight, dtype)
         if type(bias) is Parameter:
             bias = cast_weight(bias, dtype)
@@ -286,7 +286,8 @@ def casts_by_grad(kept: CastWeight, now: CastWeight) -> CastsNow:
         is_below = below_autograd(AUTOGRAD)
         if is_grad_enabled():
             return None if is_below else with_grad
-        # In inference mode all is below autograd. A checkpoint's first run casts as the second.
+        # In inference mode all is below autograd. The first run of a checkpoint, which is without
+        # grad, has to cast as its second run does.
         is_plain = not mode.in_checkpoint and (not is_below or is_inference_mode_enabled())
         return without_grad if is_plain else None
 

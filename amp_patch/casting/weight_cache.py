@@ -250,7 +250,7 @@ class WeightCache:
         """Bring the casts of a group up to date in one call; drop those that must be made anew."""
         bulk = group.bulk
         if bulk is None or not bulk.usable():
-            # Its lists would make each cast look held.
+            # First its lists go: they hold each cast, and `is_free` looks for who does.
             group.bulk = bulk = None
             for key, entry in list(group.entries.items()):
                 if not self._usable(entry) or not entry.is_free():

@@ -99,7 +99,8 @@ class Casts:
         wrapper = self._rules[rule](_alone(function) if alone else function)
         if self.observer is not None and rule in _REPORTS:
             wrapper = _observed(wrapper, function, _REPORTS[rule], self.observer)
-        # Who asks for float32 gets torch's function, of a cast.
+        # The kernel stands in for cross_entropy by its usual rule; not where a user has asked for
+        # float32 by a rule of their own, which is torch's function of a cast.
         if rule == "float" and not alone and fused_loss.has_kernel(function):
             wrapper = fused_loss.wrap(wrapper)
         # TorchScript, which cannot read a closure, compiles the original; beneath a wrapper of
@@ -122,7 +123,7 @@ class Casts:
             dtype = mode.dtype or process.dtype
             if dtype is OFF:
                 return original(*args, **kwargs)
-            # torch.compile lets no custom backward ask for a layout
+            # not while torch.compile traces: there no custom backward may ask for a layout
             if takes_sparse and not is_compiling() and any(map(is_sparse_on_cpu, args)):
                 return original(*map(float_on_cpu, args), **kwargs)
             dtype = fixed or dtype
@@ -419,7 +420,7 @@ def _refusing(original: Function) -> Function:
 
 def _stay(args: tuple[Any, ...], kwargs: dict[str, Any], others: Collection[torch.dtype]) -> bool:
     """True for a call whose arguments stay: they need no cast, or must be left alone."""
-    # Not so where torch.compile traces: to look at each argument would take it long.
+    # Not asked while torch.compile traces, which would look at each argument for long.
     is_right = not is_dynamo_compiling() and need_no_cast(args, others)
     if is_right and (not kwargs or need_no_cast(kwargs.values(), others)):
         return True

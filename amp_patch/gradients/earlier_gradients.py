@@ -43,7 +43,7 @@ class EarlierGradients:
         are_views = any(look_up(_IS_VIEW, grads))
         if are_views:
             grads = [grad.clone() if grad._is_view() else grad for grad in grads]
-        # Before they are cleared: an error may come between.
+        # Before they are cleared: an interrupt between the two must lose none.
         self.params, self.grads = params, grads
         clear_grads(params)
         if any(True for _ in reading_hooks(params)):

@@ -116,18 +116,21 @@ class Gradients:
     def adopt(self, pairs: ParamPairs, scale: float | Tensor) -> None:
         """Take over gradients that parameters had when they came to the optimizer.
 
-        They are multiplied by ``scale``, of a block of other optimizers, or 1. Where one has
-        overflowed they are gone, as after a skipped step.
+        A block of another optimizer, say, has reached a layer that no optimizer held, which is
+        added to this one then: its gradients are multiplied by that block's scale. They are taken
+        in as those of a pass are. Where one is not finite, all go, as after a skipped step.
 
         Args:
-            pairs: those parameters; a new master has a copy of a gradient, which goes.
-            scale: see above.
+            pairs: those parameters. A master that was made for one has got a copy of its gradient,
+                which is dropped for the unscaled one.
+            scale: what the gradients are multiplied by; 1 where they are true.
         """
         is_true = not isinstance(scale, Tensor) and scale == 1.0
         have_one = [stored_grad(param) is not None for param in pairs.model]
         if self._lazy is not None:
             self._lazy.materialize()
-        copied = pairs.select(have_one) if is_true else pairs  # those that were cleared, too
+        # at a scale also the copies of gradients that a script has cleared since
+        copied = pairs.select(have_one) if is_true else pairs
         clear_grads([master for param, master in zip(*copied, strict=True) if param is not master])
         pairs = pairs.select(have_one)
         if not pairs.model:
@@ -346,7 +349,8 @@ class Gradients:
             halves: list[Any] = look_up(GRAD, params)  # another optimizer may have rounded into new
             references = self._buffers.references(halves)
             if not self._received:
-                # those that go back to parameters which got none since are used still
+                # What was set aside goes back where this pass wrote none. If a step has used it, it
+                # goes on counting as used.
                 aside = self._aside.grads
                 self._used.begin(self._used.among(aside) if aside else ())
             self._used.add(references)
@@ -424,7 +428,8 @@ class Gradients:
         for grad, is_another in written:
             self.unused.tell_of(grad, is_another)
         self._clear_masters(masters)
-        # a batch norm's in float32 have no masters to be cleared at, and go on with no half ones
+        # Where all half gradients are cleared nothing counts as received any more. Float32 ones, of
+        # a batch norm, are cleared at the parameters themselves, and count where all are such.
         halves = [param for param, master in zip(*pairs, strict=True) if param is not master]
         self._received.keep(halves or pairs.model, set(map(id, params)))
 

@@ -70,7 +70,7 @@ class PartedGradients:
             if block_scale is None and have_none(rest):
                 self._scaled.forget()  # none of them is any more
                 self._aside.give_back()
-        # what is cleared is cleared at the parameters from now on
+        # A script clears it at the parameter: what stayed at the master would be stepped.
         clear_grads(
             [
                 master

@@ -230,5 +230,5 @@ def _untouched(params: list[Tensor], versions: list[int], references: Sequence[R
             return False
     except AttributeError:  # None has no version
         return False
-    # the very list's tensors, where all are small
+    # Where all are small, the references are the gradients themselves.
     return are_same(references, grads) or are_of(references, grads)

@@ -80,7 +80,7 @@ class ClearedGradients:
             return
         pairs = self._pairs()
         if not cleared.isdisjoint(map(id, pairs.model)):
-            self._gradients.drop_cleared(pairs, self._skip.is_certain, cleared)
+            self._gradients.drop_cleared(pairs, by_value=self._skip.is_certain, among=cleared)
             if self._gradients.are_cleared(pairs):
                 self.forget()
 

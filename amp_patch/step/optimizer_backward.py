@@ -271,7 +271,8 @@ class OptimizerBackward:
         if is_here and self._fused is not None and source is not None and source.is_half:
             self._fused.lazy.materialize()  # unscales half gradients, which may be written to
         waiting = self._fused is not None and self._fused.lazy.are_waiting
-        # A half gradient that a master has is not read again. Another thread trains its own models.
+        # Nothing is watched in a thread that trains other models, nor half gradients that masters
+        # have received already: nobody reads these again.
         params, masters = self.pairs() if scale is not None and is_here else ((), ())
         if params is not masters and (waiting or not have_none(masters)):
             params = [

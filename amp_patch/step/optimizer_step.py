@@ -216,7 +216,7 @@ class OptimizerStep:
         if self.skip.pending:
             self.skip.settle()
         self.backward.refuse_scaled("optimizer.step()", steps=True, goes_on=goes_on)
-        # a layer that sets its weights by its first batch does so at once
+        # only in the first steps: a layer that sets its weights by its first batch does so then
         is_watched = self.ended < WATCHED and self.masters is None
         if is_watched and not self._held.steps_halves:
             turn_to_fp32(self.backward.pairs().master)
@@ -384,7 +384,8 @@ class OptimizerStep:
             writes.begin(optimizer)
         if optimizer is not None and self._fused is not None:
             return self._fused.run(optimizer, flag, *args, **kwargs)
-        # Functions for many tensors would step one that is repeated from where it was, each time.
+        # Not with a parameter that is repeated: torch's functions for many tensors read it once, so
+        # that both of its steps would start from the same number.
         direct = None if args or kwargs or self._held.are_repeated else self._direct
         if direct is not None and optimizer is not None and direct.is_right(optimizer):
             return direct.run(optimizer, flag)

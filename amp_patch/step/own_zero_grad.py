@@ -45,8 +45,7 @@ class _Part:
         """Clear those of half parameters in the same way; return False where they were left."""
         grad, version = self._seen
         now = stored_grad(self._master)
-        is_same = now is grad and now is not None and now._version == version
-        if is_same and _has_numbers(now):
+        if now is not None and now is grad and now._version == version and _is_nonzero(now):
             self.take_back()
             return False
         halves = (row for row in self.rows if row[0] is not row[1])
@@ -67,9 +66,9 @@ def _smallest(rows: list[Row]) -> Tensor:
     return min((master for _, master in rows), key=torch.numel)
 
 
-def _has_numbers(grad: Tensor | None) -> bool:
+def _is_nonzero(grad: Tensor) -> bool:
     """Return whether a gradient is not 0: ``grad.data.zero_()`` moves no version."""
-    return grad is not None and bool(values(local(grad)).any())
+    return bool(values(local(grad)).any())
 
 
 class OwnZeroGrad:
@@ -98,7 +97,7 @@ class OwnZeroGrad:
         Returns:
             None where it has cleared all; else the ids of the parameters whose gradients it has.
         """
-        # of no group: a checkpoint may have put half parameters into the groups
+        # pairs that no group has: a checkpoint may have put half parameters into the groups
         clear_halves(self._rest.values(), set_to_none=True)
         cleared = [part for part in self._parts if part.follow()]
         if len(cleared) == len(self._parts):
@@ -109,7 +108,8 @@ class OwnZeroGrad:
 def clear_halves(pairs: Iterable[Row], set_to_none: bool) -> None:
     """Clear those of half parameters, as ``optimizer.zero_grad`` has cleared the masters'.
 
-    A master gets zeros with the step, of its parameter, and what a backward adds to these.
+    Where they are to be 0, the half parameter has the zeros, and its master no gradient: before the
+    step it is given the zeros, or what a backward has added to them.
 
     Args:
         pairs: each half parameter with its master.

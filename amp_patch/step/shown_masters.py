@@ -213,7 +213,8 @@ class ShownMasters:
             if not have_none(pairs.model):
                 self._offer.make(*pairs)
         elif self._gradients.stepped.wait_to_be_read:
-            # Who reads them reads all, one by one: the first have the others made.
+            # A script that reads gradients reads those of all masters: it is enough that the first
+            # of each group asks, for then all get theirs.
             self._offer.make(*self._held.firsts)
 
     def withdraw(self) -> None:

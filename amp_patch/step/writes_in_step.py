@@ -86,15 +86,20 @@ class WritesInStep:
             if hook is not None:
                 hook.remove()
 
+    @property
+    def _is_noted(self) -> bool:
+        """Whether it is known how masters and half weights were when they agreed last.
+
+        Not after a forward in the step, as of a closure, which has rounded masters into weights.
+        """
+        return self._before is not None and self._agreements == self._masters.agreements
+
     def _were_made(self) -> bool:
-        # A forward in the step, as of a closure, shows in the half weights what the masters are.
-        is_known = self._before is not None and self._agreements == self._masters.agreements
-        return is_known and self._masters.weight_versions() != self._before
+        return self._is_noted and self._masters.weight_versions() != self._before
 
     def _may_be_unseen(self) -> bool:
         """Tell whether hooks have read ``.data`` of a half tensor, and may have written to it."""
-        is_known = self._before is not None and self._agreements == self._masters.agreements
-        return is_known and self._masters.count_data_reads() != self._reads
+        return self._is_noted and self._masters.count_data_reads() != self._reads
 
     def _note(self) -> None:
         self._before, self._reads = (

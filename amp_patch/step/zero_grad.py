@@ -87,7 +87,8 @@ class ZeroGrad:
         Returns:
             False where that has left gradients of some groups; it is noted which it has not.
         """
-        # without masters what has left is of interest where gradients wait for a block
+        # A look at the groups lets go of parameters that have left, with what gradients they have.
+        # Without masters they have these themselves, unless some wait, scaled, for a block.
         waits = self._masters is not None or self._backward.gradients.scaled.scale is not None
         pairs = self._halves() if waits else []
         own = None

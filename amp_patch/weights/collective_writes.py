@@ -56,8 +56,8 @@ def _counting(
         work = original(group, tensors, *args, **kwargs)
         for tensor in every:
             if isinstance(tensor, nn.Parameter) or values.handed_out.has(tensor):
-                # Others keep theirs: autograd holds the statistics of a batch norm, say, and
-                # refuses a backward after a write to them.
+                # No other tensor's version moves: autograd may have saved it, as the statistics of
+                # a batch norm, and would refuse the backward.
                 increment_version(tensor)
         return work
 

@@ -75,7 +75,8 @@ class ExactCopies:
     def _exact(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def deepcopy(tensor: Any, memo: dict[Any, Any]) -> Any:
-            # What has the method of a base class of the user's may be no tensor.
+            # A user's class that a tensor's class derives from may have the method: then what is
+            # copied need be no tensor.
             if not isinstance(tensor, Tensor) or tensor.dtype not in HALVES:
                 return original(tensor, memo)
             if _COPYING not in memo:

@@ -118,7 +118,7 @@ class FP32Values:
             return
         if _is_elsewhere(param, new):
             self.moves += 1
-            if _has_numbers(param, new) and not torch.equal(param.detach(), new.detach()):
+            if _are_comparable(param, new) and not torch.equal(param.detach(), new.detach()):
                 self.note_write(param)
 
     def note_write(self, param: Tensor) -> None:
@@ -398,7 +398,7 @@ def _is_elsewhere(param: Tensor, new: Tensor) -> bool:
     return place(new) != place(param) or new.stride() != param.stride()
 
 
-def _has_numbers(param: Tensor, new: Tensor) -> bool:
+def _are_comparable(param: Tensor, new: Tensor) -> bool:
     """Return whether the numbers of both can be compared: FSDP takes the memory of its own away."""
     if (
         param.shape != new.shape

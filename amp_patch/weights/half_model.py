@@ -181,7 +181,7 @@ def _runs_around(model: nn.Module) -> bool:
     key = id(model)
     if all(around[0] != key for around in mode.models):
         return False
-    # An interrupt may have left it there.
+    # An interrupt may have left it in the list, though no call of it runs.
     return torch.compiler.is_compiling() or calls_of(model) > 1
 
 

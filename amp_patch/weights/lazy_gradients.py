@@ -84,7 +84,7 @@ class LazyGradients:
         if source is not None:
             grads = _beside(params, source.make(self._rows))
             self.drop()
-            # There is one already of a backward that reached the parameter itself.
+            # A backward that reached the parameter itself has stored one.
             earlier = stored_grads(params)
             if not are_none(earlier):
                 pairs = zip(earlier, grads, strict=True)

@@ -145,7 +145,7 @@ class MasterPairs:
             # Optimizers look at a user's own class, too: Riemannian ones find manifolds by it.
             master = Tensor._make_subclass(own, master, attached)  # type: ignore[assignment]
         grad = param.grad if value.grad is None else value.grad
-        # what waits for other masters goes on waiting
+        # Not by `master.grad =`, which would have the gradients made that wait for other masters.
         store_grad(master, None if grad is None else grad.to(torch.float32, copy=True))
         self.own_gradients.watch(master)
         # Optimizers look at attributes that users set on parameters.

@@ -266,8 +266,8 @@ class MasterWeights:
         comparison = self._rounding.renew()
         given = self._versions.given
         if given and given != self._pairs.half_versions():
-            # Parameters were written to, and perhaps masters as well. The comparison passes by
-            # pairs that it knows: one that was set to 0 and back has the same numbers again.
+            # Parameters were written to, and perhaps masters as well. All pairs are compared anew:
+            # a parameter that was set to 0 and back looks as if nobody had written to the pair.
             comparison.forget()
         trusts = comparison.has_large and not self._half_writes.may_be_any()
         judged: list[int] = []

@@ -40,7 +40,7 @@ class UnseenHalfWrites:
         self._was_told = self._reads != before
         if self._steps_left > 0 or self._was_told or is_on():  # collectives move no version
             return True
-        # Of others, as the shards of a DTensor, nobody learns that their ``.data`` is read.
+        # Reads of ``.data`` are told of plain parameters alone, not of the shards of a DTensor.
         return set(map(type, self._pairs.params)) != {Parameter}
 
     def count_step(self) -> None:

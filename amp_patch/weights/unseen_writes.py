@@ -109,7 +109,7 @@ class UnseenWrites:
         self._sums.update(found)
 
     def _sums_of(self, local: Sequence[Tensor]) -> dict[int, tuple[int, int]]:
-        if not local or not self.is_looking or not _have_numbers(local):
+        if not local or not self.is_looking or not _are_readable(local):
             return {}
         with torch.inference_mode(False), torch._C._DisableFuncTorch(), as_plain_tensors(local):
             sums = [one.detach().view(torch.int32).sum() for one in local]
@@ -122,7 +122,7 @@ class UnseenWrites:
 _NOTHING = 0, -1
 
 
-def _have_numbers(masters: Sequence[Tensor]) -> bool:
+def _are_readable(masters: Sequence[Tensor]) -> bool:
     """Tell whether the host may read numbers now: not so while a graph is captured or traced."""
     if torch._C._len_torch_dispatch_stack() or torch._C._is_tracing():
         return False
