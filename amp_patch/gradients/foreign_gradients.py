@@ -116,11 +116,7 @@ class ForeignGradients:
 
     def drop_given(self, pairs: ParamPairs) -> None:
         """Forget those of half parameters whose masters the script has given others: not read."""
-        given = {
-            id(param)
-            for param, master in zip(*pairs, strict=True)
-            if param is not master and stored_grad(master) is not None
-        }
+        given = {id(param) for param, master in pairs.halves() if stored_grad(master) is not None}
         self.found = [row for row in self.found if row[1] is None or id(row[0]) not in given]
 
     def are_left(self) -> bool:

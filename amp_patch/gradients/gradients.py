@@ -63,8 +63,9 @@ class Gradients:
         scaled: those that are still multiplied by a loss scale.
         stepped: those that a step has used, and left for the next backward outside to add to.
         parted: lets go of parameters that leave the optimizer.
-        elsewhere: half parameters of which other ranks step the masters (ZeRO). Their gradients go
-            before the next pass, which would share them once more, or stay scaled.
+        elsewhere: half parameters of which other ranks step the masters (ZeRO). Their gradients are
+            cleared before the next pass, which would share them among the ranks once more. Where
+            the others' wait scaled, theirs do, too.
     """
 
     def __init__(
@@ -131,7 +132,7 @@ class Gradients:
             self._lazy.materialize()
         # at a scale also the copies of gradients that a script has cleared since
         copied = pairs.select(have_one) if is_true else pairs
-        clear_grads([master for param, master in zip(*copied, strict=True) if param is not master])
+        clear_grads([master for _, master in copied.halves()])
         pairs = pairs.select(have_one)
         if not pairs.model:
             return
@@ -154,9 +155,8 @@ class Gradients:
         written = chain(pairs.model, self.elsewhere)
         if self.scaled.scale is not None and all(param.grad is None for param in written):
             # The user dropped them (model.zero_grad(), p.grad = None) and all that came before.
-            for param, master in zip(*pairs, strict=True):
-                if param is not master:
-                    master.grad = None
+            for _, master in pairs.halves():
+                master.grad = None
             self.forget()
         return self.scaled.scale is not None
 
@@ -178,9 +178,10 @@ class Gradients:
         used = set(map(id, self._used.alive()))
         found = [grad for param in pairs.model if id(grad := param.grad) in used]
         left = [grad for grad in found if grad is not None and not captures.are_made(grad.device)]
+        if self._are_waiting or not left:
+            return False
         # a float32 parameter is its own master, and keeps its gradient
-        masters = [master for param, master in zip(*pairs, strict=True) if master is not param]
-        if self._are_waiting or not left or any(map(_has_grad, masters)):
+        if any(_has_grad(master) for _, master in pairs.halves()):
             return False
         return any(are_any(left))
 
@@ -212,11 +213,7 @@ class Gradients:
             cleared: ids of parameters.
         """
         self._aside.drop(cleared)
-        self._clear_masters(
-            master
-            for param, master in zip(*pairs, strict=True)
-            if param is not master and id(param) in cleared
-        )
+        self._clear_masters(master for param, master in pairs.halves() if id(param) in cleared)
 
     def clear_elsewhere(self) -> None:
         """Clear those of parameters whose masters other ranks step."""
@@ -430,7 +427,7 @@ class Gradients:
         self._clear_masters(masters)
         # Where all half gradients are cleared nothing counts as received any more. Float32 ones, of
         # a batch norm, are cleared at the parameters themselves, and count where all are such.
-        halves = [param for param, master in zip(*pairs, strict=True) if param is not master]
+        halves = [param for param, _ in pairs.halves()]
         self._received.keep(halves or pairs.model, set(map(id, params)))
 
 

@@ -77,11 +77,7 @@ class OutsidePasses:
         Returns:
             Whether there is something to receive.
         """
-        rows = [
-            (param, master)
-            for param, master in zip(*pairs, strict=True)
-            if param is not master and stored_grad(master) is not None
-        ]
+        rows = [row for row in pairs.halves() if stored_grad(row[1]) is not None]
         if not all(self._own.has(master) for _, master in rows):
             self._unused.tell(pairs)
             return False
@@ -110,9 +106,8 @@ class OutsidePasses:
         The backward that comes adds to it, and masters are given the sum. Gradients of masters that
         nobody has written to are left, for `left` replaces them after the backward.
         """
-        for param, master in zip(*pairs, strict=True):
-            given = param is not master and stored_grad(master) is not None
-            if given and not self._own.has(master):
+        for param, master in pairs.halves():
+            if stored_grad(master) is not None and not self._own.has(master):
                 give_rounded(param, master)
 
     def give_back_received(self, pairs: ParamPairs) -> None:

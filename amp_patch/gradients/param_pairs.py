@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Sequence
 from itertools import compress
@@ -49,6 +50,10 @@ class ParamPairs(NamedTuple):
                 f"{before}. Put torch.nn.Parameter(larger) in its place in the model, and call "
                 "optimizer.add_param_group({'params': [it]})."
             )
+
+    def halves(self) -> list[tuple[Tensor, Tensor]]:
+        """Return the half parameters, each with its master; none that is stepped itself."""
+        return list(compress(zip(*self, strict=True), map(operator.is_not, *self)))
 
     def select(self, chosen: list[bool]) -> ParamPairs:
         """Return the pairs that are chosen."""

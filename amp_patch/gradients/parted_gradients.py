@@ -71,13 +71,7 @@ class PartedGradients:
                 self._scaled.forget()  # none of them is any more
                 self._aside.give_back()
         # A script clears it at the parameter: what stayed at the master would be stepped.
-        clear_grads(
-            [
-                master
-                for param, master in zip(*gone, strict=True)
-                if param is not master and stored_grad(param) is not None
-            ]
-        )
+        clear_grads([master for param, master in gone.halves() if stored_grad(param) is not None])
         return left
 
     def _let_go_scaled(
@@ -109,7 +103,7 @@ class PartedGradients:
         if self._lazy is None:
             return
         used = set(map(id, self._used.alive()))
-        for param, master in zip(*gone, strict=True):
+        for param, master in gone.halves():
             grad, true = stored_grad(param), stored_grad(master)
-            if param is not master and grad is not None and id(grad) in used:
+            if grad is not None and id(grad) in used:
                 store_grad(param, None if true is None else true.to(grad.dtype))

@@ -151,9 +151,9 @@ class ReceivedGradients:
         """
         noted, written = self._by_param(), self._watched.written(self.params())
         changes = Changes(ParamPairs([], []), [])
-        for param, master in zip(*pairs, strict=True):
+        for param, master in pairs.halves():
             known, grad = noted.get(id(param)), param.grad
-            if param is master or known is None:
+            if known is None:
                 continue
             is_noted = is_of(known.reference, grad)
             is_whole = grad is not None and is_noted and grad._version == known.version

@@ -69,12 +69,7 @@ class PartedParams:
         ids = set(map(id, gone))
         came = [row for row in self._held.joined if id(row.param) in ids]
         self._held.joined = [row for row in self._held.joined if id(row.param) not in ids]
-        clear_grads(
-            master
-            for param, master in zip(
-                *self._held.with_masters([row.param for row in came]), strict=True
-            )
-            if param is not master  # a copy
-        )
+        copied = self._held.with_masters([row.param for row in came])
+        clear_grads(master for _, master in copied.halves())
         others = ids.difference(id(row.param) for row in came)
         return [row[:2] for row in came], [param for param in gone if id(param) in others]

@@ -140,9 +140,9 @@ class ShownMasters:
         if known is None or self._masters is None:
             return
         has_own = self._masters.own_gradients.has  # a backward may come to masters themselves
-        for param, master in zip(*self._pairs(), strict=True):
+        for param, master in self._pairs().halves():
             grad = stored_grad(master)
-            is_new = param is not master and grad is not None and id(grad) not in known
+            is_new = grad is not None and id(grad) not in known
             if is_new and stored_grad(param) is not None and not has_own(master):
                 raise RuntimeError(_EARLY.format("a gradient assigned to one"))
 

@@ -19,6 +19,13 @@ def tensors() -> list[Tensor]:
     return [torch.zeros(1) for _ in range(4)]
 
 
+def test_of_what_is_stepped_itself_there_is_no_half(tensors: list[Tensor]) -> None:
+    half, own, master, _ = tensors
+    ((param, stepped),) = ParamPairs([own, half], [own, master]).halves()
+    assert param is half
+    assert stepped is master
+
+
 def test_what_was_taken_is_left_out_and_the_rest_is_taken(tensors: list[Tensor]) -> None:
     half, own, master, other = tensors
     pairs = ParamPairs([half, own], [master, own])
