@@ -55,7 +55,7 @@ class WritesInStep:
 
     def tell(self) -> None:
         """The masters were stepped, and are published now: warn of writes to half weights."""
-        if self._is_foreign and self._were_made():  # a kernel may write both
+        if self._is_foreign and self._is_noted() and self._were_made():  # a kernel may write both
             warn_once(
                 "at a level with fp32 masters a step writes to the masters, and its end rounds "
                 f"them into the half weights; got a {self._name}.step() that wrote to half "
@@ -69,7 +69,7 @@ class WritesInStep:
         A step that calls another one, ``super().step()`` say, goes on when the masters are
         published.
         """
-        if not (self._were_made() or self._may_be_unseen()):
+        if not (self._is_noted() and (self._were_made() or self._may_be_unseen())):
             return False
         self._masters.reconcile()
         self._note()
@@ -86,20 +86,19 @@ class WritesInStep:
             if hook is not None:
                 hook.remove()
 
-    @property
     def _is_noted(self) -> bool:
-        """Whether it is known how masters and half weights were when they agreed last.
+        """Return whether it is known how masters and half weights were when they agreed last.
 
         Not after a forward in the step, as of a closure, which has rounded masters into weights.
         """
         return self._before is not None and self._agreements == self._masters.agreements
 
     def _were_made(self) -> bool:
-        return self._is_noted and self._masters.weight_versions() != self._before
+        return self._masters.weight_versions() != self._before
 
     def _may_be_unseen(self) -> bool:
         """Tell whether hooks have read ``.data`` of a half tensor, and may have written to it."""
-        return self._is_noted and self._masters.count_data_reads() != self._reads
+        return self._masters.count_data_reads() != self._reads
 
     def _note(self) -> None:
         self._before, self._reads = (
