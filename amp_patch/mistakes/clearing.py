@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from amp_patch.step.prepared_optimizers import PreparedOptimizers
+from amp_patch.step.zero_grad import SETS_NONE
 
 
 def replacements(optimizers: PreparedOptimizers) -> dict[str, Callable[[Any], Any]]:
@@ -26,11 +27,16 @@ def _noting(optimizers: PreparedOptimizers, original: Callable[..., None]) -> Ca
         if torch.compiler.is_compiling():
             original(self, *args, **kwargs)
             return
-        cleared = set(map(id, self.parameters()))
+        params = list(self.parameters())
+        cleared = set(map(id, params))
         steps = list(optimizers.steps.values())
         for step in steps:
             step.backward.cleared.note_by_model(cleared)
-        original(self, *args, **kwargs)
+        if (args, kwargs) in SETS_NONE and "_is_replica" not in vars(self):
+            for param in params:  # as torch does, after another walk through all modules
+                param.grad = None
+        else:
+            original(self, *args, **kwargs)
         for step in steps:
             step.backward.cleared.follow(cleared)
 
