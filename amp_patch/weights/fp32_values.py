@@ -299,6 +299,7 @@ class FP32Values:
         On a device each comparison would be waited for. Not buffers, of whose ``.data`` nobody
         tells who reads it.
         """
+        self._state_of = 0  # one that raised may have left it
         if _is_exporting():
             return
         modules = list(model.modules())
@@ -315,16 +316,23 @@ class FP32Values:
 
     def write_state(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
         """Put the values of what was converted in ``module`` itself into a state dict."""
-        if _is_exporting():
-            return
-        self.handed_out.take_over([module])
+        # where `begin_state` has begun it, the state dict of a whole model, it has asked both
+        if not self._state_of:
+            if _is_exporting():
+                return
+            self.handed_out.take_over([module])
+        has_any = bool(module._parameters or module._buffers)
+        is_saved_by_ranks = has_any and is_on()
         for name, tensor in chain(module._parameters.items(), module._buffers.items()):
             if tensor is None or prefix + name not in state:
                 continue
             if tensor.dtype in HALVES or tensor in self._came_in:
                 attached = state[prefix + name].requires_grad  # keep_vars=True, not in torch.func
-                state[prefix + name] = self._hand_out(module, tensor, attached)
+                value = state[prefix + name] = self._hand_out(module, tensor, attached)
+                if is_saved_by_ranks:
+                    self.handed_out.note(module, value)
         if id(module) == self._state_of:  # the last one
+            self._state_of = 0
             self._alike.clear()
 
     def _hand_out(self, module: nn.Module, tensor: Tensor, attached: bool) -> Tensor:
@@ -332,21 +340,23 @@ class FP32Values:
         # Before the value: what another thread's step writes between the two is then taken for
         # newer than the value, and not for older.
         bits = bits_of(tensor) if is_plain(tensor) else None
-        value = self._compared_value(tensor)
+        known = self._alike.get(tensor)
+        if known is not None:
+            value = self._as_it_came(tensor, known.detach())
+            is_master = isinstance(known, nn.Parameter) and value.dtype is known.dtype
+        else:
+            value = self.exact(tensor)
+            is_master = self._is_stepped(tensor, value)
+            if is_master and self._is_to_follow(tensor, value):
+                bits = None  # which tell of no write then
         if attached:
             value.requires_grad_()
-        if is_on():
-            self.handed_out.note(module, value)
-        is_master = self._is_stepped(tensor, value)
-        if is_master and self._is_to_follow(tensor, value):
-            bits = None  # which tell of no write then
         self.handed_out.add(module, tensor, value, bits, is_master=is_master)
         return value
 
     def _is_to_follow(self, tensor: Tensor, master: Tensor) -> bool:
         """Return whether a master was written to, and its half tensor does not have that yet."""
-        wins = self._alike.get(tensor) is None and self.wins(tensor)
-        return wins and not same_numbers(master.to(tensor.dtype), tensor)
+        return self.wins(tensor) and not same_numbers(master.to(tensor.dtype), tensor)
 
     def _is_stepped(self, tensor: Tensor, value: Tensor) -> bool:
         """Return whether a value is a master, whose version tells of most writes."""

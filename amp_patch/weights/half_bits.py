@@ -26,14 +26,13 @@ def is_plain(tensor: Tensor) -> bool:
 
     Classes of parameters that change no call of torch, as masters have, are as good as torch's.
     """
-    if not _is_torchs(type(tensor)) or tensor.is_meta:
+    kind = type(tensor)
+    if not (kind is Tensor or kind is nn.Parameter or _is_torchs(kind)) or tensor.is_meta:
         return False
     return tensor.layout is torch.strided and tensor.untyped_storage().nbytes() > 0
 
 
 def _is_torchs(kind: type[Tensor]) -> bool:
-    if kind is Tensor or kind is nn.Parameter:
-        return True
     has_function = kind.__torch_function__ is not nn.Parameter.__torch_function__
     return not has_function and kind.__torch_dispatch__ is Tensor.__torch_dispatch__
 

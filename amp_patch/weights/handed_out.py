@@ -126,7 +126,7 @@ class HandedOut:
             return
         used = [*self._handed, *self._places] if modules is None else list(modules)
         found = [self._handed.pop(one, []) for one in used]
-        for one in used:
+        for one in used if self._places else ():
             self._places.pop(one, None)
         self.are_held = bool(self._handed or self._places)
         if not any(found):
