@@ -17,7 +17,7 @@ from amp_patch.distributed.shards import local
 from amp_patch.kernels.default_device import without_default_device
 from amp_patch.kernels.getters import GRAD, VERSION
 from amp_patch.weights.lazy_gradients import LazyGradients
-from amp_patch.weights.parameter_lists import are_same, look_up, stored_grad
+from amp_patch.weights.parameter_lists import are_complete, are_same, look_up, stored_grad
 
 from .half_gradients import HalfGradients
 from .param_pairs import ParamPairs
@@ -125,8 +125,7 @@ class ReceivedGradients:
 
     def note_again(self, params: list[Tensor]) -> None:
         """Note the gradients of some parameters as they are now, where they were noted before."""
-        ids = set(map(id, params))
-        self._passes = [_as_they_are_now(*row, ids) for row in self._passes]
+        self._passes = [_as_they_are_now(*row, params) for row in self._passes]
         if self._watched.passes_left:
             self._watched.note(params)
 
@@ -190,10 +189,13 @@ def _are_plain(params: list[Tensor]) -> bool:
 
 
 def _as_they_are_now(
-    params: list[Tensor], versions: list[int], references: Sequence[Reference], ids: set[int]
+    params: list[Tensor], versions: list[int], references: Sequence[Reference], again: list[Tensor]
 ) -> _Pass:
-    """Return what is noted of a pass, anew for the parameters of these ids."""
-    versions, references = list(versions), list(references)
+    """Return what is noted of a pass, anew for some parameters."""
+    grads: list[Any] = look_up(GRAD, params)
+    if are_same(params, again) and are_complete(grads) and are_of(references, grads):
+        return params, list(map(VERSION, grads)), references
+    ids, versions, references = set(map(id, again)), list(versions), list(references)
     for place, param in enumerate(params):
         grad = stored_grad(param) if id(param) in ids else None
         if grad is not None:

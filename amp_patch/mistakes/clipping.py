@@ -25,6 +25,7 @@ from amp_patch.kernels.without_grad import without_grad
 from amp_patch.step.optimizer_backward import OptimizerBackward
 from amp_patch.step.prepared_optimizers import PreparedOptimizers
 from amp_patch.step.shown_masters import only_read
+from amp_patch.weights.parameter_lists import are_same
 
 from .late_sharding import FSDP
 
@@ -273,10 +274,11 @@ def _stepped(
         owner.refuse_scaled(call)
         owners.append(owner)
         pairs = owner.pairs()
-        if pairs.model is not pairs.master:
+        # most often they are given as `amp.master_params` yields them, and stand for themselves
+        if pairs.model is not pairs.master and not are_same(given, pairs.master):
             for param, master in zip(*pairs, strict=True):
                 masters.setdefault(id(param), master)
-    return [masters.get(id(param), param) for param in given], owners
+    return [masters.get(id(param), param) for param in given] if masters else given, owners
 
 
 def _owners(optimizers: PreparedOptimizers, wanted: set[int]) -> Iterator[OptimizerBackward]:
