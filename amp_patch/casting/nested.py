@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import types
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -73,10 +73,15 @@ def _map_sequence(function: Callable[..., Any], value: Any, other: Callable[...,
         new = copy.copy(value)
         new[:] = items
         return new
-    if kind in (list, tuple) or hasattr(kind, "n_fields"):  # the latter: torch.return_types
+    if kind in (list, tuple):
         return kind(items)
-    # Named tuples and other subclasses, whose constructor may take anything.
-    return tuple.__new__(kind, items)
+    return tuple_of(kind, items)
+
+
+def tuple_of(kind: type[Any], items: Iterable[Any]) -> Any:
+    """Return a tuple of any kind: a named one, say, whose constructor may take anything."""
+    is_torchs = hasattr(kind, "n_fields")  # torch.return_types
+    return kind(items) if is_torchs else tuple.__new__(kind, items)
 
 
 def _map_collection(function: Callable[..., Any], value: Any, other: Callable[..., Any]) -> Any:

@@ -106,7 +106,8 @@ class ForwardCasts(FollowsCopies):
         given, got = args, cast[0]
         if kwargs:
             given, got = (*args, *kwargs.values()), (*got, *cast[1].values())
-        written_inputs.note(id(model), given, got, is_first=len(mode.models) == 1)
+        if written_inputs.note(id(model), given, got, is_first=len(mode.models) == 1):
+            return written_inputs.unite((args, kwargs), cast)
         return cast
 
     def _cast_inputs(self, dtype: torch.dtype | None, args: Any, kwargs: Any) -> Any:

@@ -1,13 +1,15 @@
 """What a model writes into what it was passed, where it got a cast of that: the caller finds it.
 
 As in plain PyTorch a cache that the model fills in place is filled, and a batch has what the model
-adds to it. Tensors, lists and dicts, nested; knows nothing of levels.
+adds to it. The model itself finds what it wrote wherever it was passed the same. Tensors, lists and
+dicts, nested; knows nothing of levels.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import threading
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,12 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp_patch.casting.nested import tuple_of
+
 _DICTS = (dict, UserDict)
 
 
 #: What a caller passed, what the model got for it, and how that was then: the version of a tensor,
 #: what was in a list or a dict, None of all else.
 _Passed = tuple[Any, Any, Any]
+_GIVEN = operator.itemgetter(0)
 
 
 class WrittenInputs(threading.local):
@@ -30,7 +35,7 @@ class WrittenInputs(threading.local):
     def __init__(self) -> None:
         self._calls: list[tuple[int, list[_Passed]]] = []
 
-    def note(self, model: int, given: Sequence[Any], cast: Sequence[Any], is_first: bool) -> None:
+    def note(self, model: int, given: Sequence[Any], cast: Sequence[Any], is_first: bool) -> bool:
         """Note what a model is called with.
 
         Args:
@@ -38,6 +43,9 @@ class WrittenInputs(threading.local):
             given: what its caller passed.
             cast: the same, as the model gets it.
             is_first: whether no other model runs around it.
+
+        Returns:
+            Whether something was passed in several places, of which `unite` makes one cast.
         """
         if is_first:
             self._calls = []  # of those that an interrupt has left
@@ -48,6 +56,22 @@ class WrittenInputs(threading.local):
             elif now is not before:
                 passed.extend(_within(before, now))
         self._calls.append((model, passed))
+        return len(passed) > 1 and len(set(map(id, map(_GIVEN, passed)))) < len(passed)
+
+    def unite(self, given: Any, cast: Any) -> Any:
+        """Return what the model gets that was noted last, with one cast of each thing.
+
+        It finds what it writes in every place, and asks as in plain PyTorch (``key is value``).
+
+        Args:
+            given: what its caller passed, as one container.
+            cast: the same, as it was cast: of its lists and dicts the items are set.
+        """
+        model, _ = self._calls.pop()
+        united = _united(given, cast, {})
+        passed = {id(one[1]): one for one in _within(given, united)}
+        self._calls.append((model, [*passed.values()]))
+        return united
 
     def give_back(self, model: int, convert: Callable[[Any], Any]) -> None:
         """Write to what the caller passed what the model has written: its call ends.
@@ -82,7 +106,7 @@ def _give_back(
         for given, cast, _ in written
         if type(cast) is Tensor and _may_be_written(given, cast)
     ]
-    for one in tensors:  # after all looks, for one tensor may have been passed twice
+    for one in tensors:  # after all looks, for two may be views of one memory
         _write(*one)
     for given, cast, before in written:
         if type(cast) is not Tensor:
@@ -105,6 +129,33 @@ def _within(given: Any, cast: Any) -> Iterator[_Passed]:
             yield from _within(given_items[key], item)
     else:
         yield given, cast, None
+
+
+def _united(given: Any, cast: Any, known: dict[int, tuple[Any, Any]]) -> Any:
+    """Return the first cast that was found of what a caller passed.
+
+    Args:
+        given: what was passed.
+        cast: the same, as it was cast in this place.
+        known: by its id, what was passed, which lives so long, and its first cast.
+    """
+    if cast is given:
+        return cast
+    if id(given) in known:
+        return known[id(given)][1]
+    known[id(given)] = given, cast
+    if not isinstance(cast, (*_DICTS, list, tuple)):
+        return cast
+    given_items, cast_items = _items(given), _items(cast)
+    united = {key: _united(given_items[key], item, known) for key, item in cast_items.items()}
+    if isinstance(cast, tuple):
+        cast = tuple_of(type(cast), [*united.values()])
+        known[id(given)] = given, cast
+        return cast
+    for key, item in united.items():
+        if item is not cast_items[key]:
+            cast[key] = item
+    return cast
 
 
 def _items(container: Any) -> Mapping[Any, Any]:

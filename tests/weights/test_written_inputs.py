@@ -6,7 +6,7 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -146,6 +146,54 @@ def test_one_tensor_that_was_passed_twice_has_both_writes(amp: ModuleType, level
         x = torch.zeros(3)
         one(x, {"x": x})
         assert x.tolist() == [7.0, 5.0, 0.0]
+
+
+class Pair(NamedTuple):
+    """What a script may pass to its model."""
+
+    first: Tensor
+    second: Any
+
+
+@LEVELS
+@pytest.mark.parametrize("around", [torch.enable_grad, torch.inference_mode])
+def test_the_model_finds_what_it_writes_wherever_it_was_passed_the_same(
+    amp: ModuleType, level: str, around: Callable[[], Any]
+) -> None:
+    def write(layer: nn.Linear, x: Tensor, batch: dict[str, Any], *, again: Pair) -> None:
+        x[0] = 7
+        batch["list"].append(layer(batch["x"]).detach())
+        (other,) = again.second["list"][1:]
+        again.second["out"] = other + batch["x"]
+        assert x is batch["x"] is again.first
+        assert batch is again.second
+        assert type(again) is Pair
+
+    found = []
+    for one in prepared(amp, level, write):
+        x = torch.zeros(1, 3)
+        batch = {"x": x, "list": [torch.ones(1)]}
+        with around():
+            one(x, batch, again=Pair(x, batch))
+        assert batch["x"] is x
+        found.append(batch)
+    assert_alike(*found)
+    assert found[0]["out"].dtype is torch.float32
+
+
+@LEVELS
+def test_queries_that_are_keys_are_known_to_be(amp: ModuleType, level: str) -> None:
+    """By which torch's attention chooses one product of matrices for all three."""
+
+    def attend(layer: nn.Linear, q: Tensor, k: Tensor, v: Tensor, other: Tensor) -> Tensor:
+        assert q is k is v
+        assert other is not q
+        return layer(q)
+
+    model, _ = prepared(amp, level, attend)
+    x = torch.full((1, 3), THIRD)
+    model(x, x, x, x.clone())
+    assert x.tolist() == torch.full((1, 3), THIRD).tolist()
 
 
 @LEVELS
@@ -313,6 +361,7 @@ def test_any_changes_are_those_of_a_plain_model(amp: ModuleType, level: str, gra
     pair = prepared(amp, level, change)
 
     @example(["other", "in place", "swapped", "a view"])
+    @example(["in place", "appended", "both"])
     @given(st.lists(st.sampled_from([*CHANGES]), max_size=5))
     def run(names: list[str]) -> None:
         batches = []
