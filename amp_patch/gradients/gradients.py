@@ -215,6 +215,17 @@ class Gradients:
         self._aside.drop(cleared)
         self._clear_masters(master for param, master in pairs.halves() if id(param) in cleared)
 
+    def clear_given(self, pairs: ParamPairs, cleared: set[int]) -> None:
+        """Clear what masters of some parameters have that no pass has given them, but a script.
+
+        Args:
+            pairs: of the optimizer.
+            cleared: ids of parameters.
+        """
+        given = cleared.difference(map(id, self._received.params()))
+        rows = zip(*pairs, strict=True)
+        clear_grads([one for param, one in rows if param is not one and id(param) in given])
+
     def clear_elsewhere(self) -> None:
         """Clear those of parameters whose masters other ranks step."""
         if self.elsewhere:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from amp_patch.gradients.foreign_gradients import ForeignGradients
 from amp_patch.gradients.gradients import Gradients
+from amp_patch.weights.parameter_lists import have_none
 
 from .current_pass import CurrentPass
 from .held_params import HeldParams
@@ -52,7 +53,8 @@ class ClearedGradients:
 
     def note_by_model(self, cleared: set[int]) -> None:
         """The user is about to clear the gradients of these parameters, by their ids."""
-        own = set(map(id, self._pairs().model))
+        pairs = self._pairs()
+        own = set(map(id, pairs.model))
         if cleared.isdisjoint(own):
             return
         self.note()
@@ -61,7 +63,9 @@ class ClearedGradients:
         self._foreign.drop(cleared)
         # what waits for a further block is at no master yet; else `follow` comes after it
         if self._current.is_open or self._gradients.scaled.scale is not None:
-            self._gradients.clear(self._pairs(), cleared)
+            self._gradients.clear(pairs, cleared)
+        elif not have_none(pairs.master):
+            self._gradients.clear_given(pairs, cleared)
 
     def follow(self, cleared: set[int]) -> None:
         """A model has cleared gradients: masters are rid of theirs before others are given.
@@ -76,6 +80,7 @@ class ClearedGradients:
             return
         if not self._gradients.are_pending:
             self._shown.offer_stepped()  # of other parameters
+            return
         if not self._gradients.may_be_cleared:
             return
         pairs = self._pairs()

@@ -87,3 +87,27 @@ def test_gradients_that_were_cleared_by_hand_are_not_back_behind_deactivate(
     zero(model, optimizer)
     amp.deactivate()
     assert not any(param.grad is not None and param.grad.any() for param in model.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:at a level with a loss scale")
+@pytest.mark.parametrize("is_stepped", [False, True])
+@pytest.mark.parametrize("fused_step", [False, True])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_what_a_script_gave_parameters_of_the_groups_is_cleared_by_a_part_of_the_model(
+    amp: ModuleType, level: str, fused_step: bool, is_stepped: bool
+) -> None:
+    model = nn.Sequential(nn.Linear(2, 1, bias=False), nn.Linear(1, 1, bias=False))
+    optimizer = SGD(model.parameters(), lr=0.0)
+    amp.initialize(model, optimizer, opt_level=level, fused_step=fused_step, verbosity=0)
+    if is_stepped:
+        model(torch.ones(1, 2)).float().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    masters = optimizer.param_groups[0]["params"]
+    for master in masters:
+        master.grad = torch.ones_like(master)
+    model[0].zero_grad()
+    assert masters[0].grad is None
+    assert masters[1].grad is not None
+    model.zero_grad()
+    assert masters[1].grad is None
