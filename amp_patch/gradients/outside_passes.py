@@ -12,7 +12,7 @@ from amp_patch.weights.parameter_lists import look_up, store_grad, stored_grad
 
 from .param_pairs import ParamPairs
 from .received_gradients import ReceivedGradients
-from .stepped_gradients import give_rounded
+from .stepped_gradients import give_rounded, have_other_numbers
 from .unused_writes import UnusedWrites
 from .used_gradients import UsedGradients
 
@@ -114,13 +114,28 @@ class OutsidePasses:
         """Do the same where masters have received what an earlier backward outside has left."""
         if not self.was_last:
             return
-        shown = pairs.select(self._are_received(pairs))
-        if all(map(self._own.has, shown.master)):
+        are_received = self._are_received(pairs)
+        self.give_back_written(pairs.select([not is_received for is_received in are_received]))
+        shown = pairs.select(are_received)
+        if not self._are_written(shown):
             return
         self._forget_received()
         for param, master in zip(*shown, strict=True):
             give_rounded(param, master)
         self._own.forget()
+
+    def _are_written(self, shown: ParamPairs) -> bool:
+        """Return whether a script wrote to what masters have received; may wait for a device."""
+        if not all(map(self._own.has, shown.master)):
+            return True
+        if not self._received.are_untouched():  # the half ones are what is told of
+            return False
+        alone = [
+            (param, master)
+            for param, master in zip(*shown, strict=True)
+            if id(master) not in self._own.sums
+        ]
+        return bool(have_other_numbers(alone))  # ``grad.data`` moves no version
 
     def follow_cleared_by_step(self, pairs: ParamPairs) -> None:
         """Clear those of half parameters whose masters' the step has cleared itself.

@@ -9,12 +9,14 @@ optimizer and no backward.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from amp_patch import kernels
 from amp_patch.distributed.shards import local
+from amp_patch.kernels.graph_capture import captures
 from amp_patch.weights.own_gradients import OwnGradients
 from amp_patch.weights.parameter_lists import store_grad, stored_grad
 
@@ -93,21 +95,17 @@ class SteppedGradients:
     def _written(self) -> set[int]:
         """Return the ids of masters to whose gradients a script has written; waits for a device."""
         written: set[int] = set()
-        unmoved: dict[int, Tensor] = {}
+        unmoved: list[tuple[Tensor, Tensor]] = []
         left = set(map(id, self._used.left()))
         for param, master in self.copied:
-            used, grad = stored_grad(param), stored_grad(master)
-            if grad is None:
+            used = stored_grad(param)
+            if stored_grad(master) is None:
                 continue
             if not self._own.has(master):
                 written.add(id(master))
             elif used is not None and id(used) in left:  # ``grad.data`` moves no version
-                unmoved[id(master)] = _are_same_numbers(used, grad)
-        if unmoved:
-            device = next(iter(unmoved.values())).device
-            same = torch.stack([one.to(device) for one in unmoved.values()]).tolist()
-            written.update(key for key, is_same in zip(unmoved, same, strict=True) if not is_same)
-        return written
+                unmoved.append((param, master))
+        return written | have_other_numbers(unmoved)
 
     def forget(self) -> None:
         """Nothing is shown any more."""
@@ -115,7 +113,21 @@ class SteppedGradients:
         self._own.forget()
 
 
-def _are_same_numbers(half: Tensor, grad: Tensor) -> Tensor:
+def have_other_numbers(rows: Sequence[tuple[Tensor, Tensor]]) -> set[int]:
+    """Return the ids of masters whose gradients are not what the half ones are; waits for a device.
+
+    Args:
+        rows: half parameters with their masters, which all have a gradient.
+    """
+    if not rows or captures.are_made(rows[0][1].device):  # nobody may wait in a capture
+        return set()
+    same = [_are_same_numbers(*(stored_grad(one) for one in row)) for row in rows]
+    device = same[0].device
+    found = torch.stack([one.to(device) for one in same]).tolist()
+    return {id(master) for (_, master), is_same in zip(rows, found, strict=True) if not is_same}
+
+
+def _are_same_numbers(half: Any, grad: Any) -> Tensor:
     """Return whether a gradient holds the numbers of one in half, on its device."""
     known, now = (kernels.values(local(one)) for one in (half, grad))
     return torch.isclose(known.to(now.dtype), now, rtol=0.0, atol=0.0, equal_nan=True).all()

@@ -557,7 +557,13 @@ def test_a_write_that_changes_no_number_is_not_told(amp, opt_level):
         optimizer.step()
 
 
-@pytest.mark.parametrize("write", [clip, halve, replace_by_halves, clear, set_to_zero])
+def halve_data(params):
+    for param in params:
+        if param.grad is not None:
+            param.grad.data.mul_(0.5)
+
+
+@pytest.mark.parametrize("write", [clip, halve, halve_data, replace_by_halves, clear, set_to_zero])
 @pytest.mark.parametrize("fused_step", [False, True])
 @pytest.mark.parametrize("opt_level", WITH_MASTERS)
 def test_a_backward_adds_to_what_a_script_made_of_gradients_of_groups(
@@ -578,6 +584,23 @@ def test_a_backward_adds_to_what_a_script_made_of_gradients_of_groups(
                 write(stepped_by(stepped))
                 backward(one)
                 stepped.step()
+    stepped = values(amp.master_params(optimizer))
+    torch.testing.assert_close(stepped, values(plain.parameters()), rtol=2e-2, atol=5e-3)
+
+
+@pytest.mark.parametrize("fused_step", [False, True])
+@pytest.mark.parametrize("opt_level", WITH_MASTERS)
+def test_what_a_script_gives_parameters_that_a_backward_has_not_reached_is_added_to(
+    amp, opt_level, fused_step
+):
+    model, optimizer = start(amp, opt_level, fused_step=fused_step)
+    plain, twins = float32_twin(amp, model, optimizer)
+    for one, stepped in ((model, optimizer), (plain, twins)):
+        one[2](torch.ones(4, 5, dtype=one[2].weight.dtype)).float().square().mean().backward()
+        for param in stepped_by(stepped):
+            param.grad = torch.full_like(param, 0.2)
+        backward(one)
+        stepped.step()
     stepped = values(amp.master_params(optimizer))
     torch.testing.assert_close(stepped, values(plain.parameters()), rtol=2e-2, atol=5e-3)
 
