@@ -28,6 +28,9 @@ class Giver(Protocol):
     def refuse_assignment(self) -> None:
         """Raise where a script must not give a master a gradient of its own."""
 
+    def look_at(self, master: Tensor) -> None:
+        """A script reads or sets the gradient of a master, see `GradientOffer.watch`."""
+
 
 class GradientOffer:
     """Lets masters ask for their gradients, for a while.
@@ -39,6 +42,7 @@ class GradientOffer:
     def __init__(self, giver: Giver) -> None:
         self._giver = weakref.ref(giver)
         self._asking: dict[type[Any], type[Any]] = {}
+        self._watched: dict[type[Any], type[Any]] = {}
         self._stepped: Sequence[Tensor] = ()
         self._masters: dict[type[Any], list[Tensor]] = {}  # of these, by their own class
         self._is_made = False
@@ -59,6 +63,19 @@ class GradientOffer:
         self._is_made = True
         for own, masters in self._masters.items():
             set_class(masters, self._asking.get(own) or self._derive(own))
+
+    def watch(self, params: Sequence[Tensor], stepped: Sequence[Tensor]) -> None:
+        """From now on until `withdraw`, the giver is told whose gradient is read or set.
+
+        Masters show theirs by then, and a script may clear the half ones. Arguments are those of
+        `make`.
+        """
+        self.make(params, stepped)
+        for own, masters in self._masters.items():
+            if own not in self._watched:
+                members = {**_ASKING, "_giver": self._giver, "grad": _telling(own.grad)}
+                self._watched[own] = type(own.__name__, (own,), members)
+            set_class(masters, self._watched[own])
 
     def withdraw(self) -> None:
         """Give the masters back their classes: optimizers choose their kernels by these."""
@@ -101,6 +118,29 @@ def _set_grad(master: Tensor, grad: Tensor | None) -> None:
         giver.refuse_assignment()
     _ask(master)
     master.grad = grad
+
+
+def _telling(own: Any) -> property:
+    """Return a gradient as a class has it, whose giver is told before it is read or set."""
+
+    @never_trace
+    def read(master: Any) -> Any:
+        tell(master)
+        return own.__get__(master)
+
+    @never_trace
+    def assign(master: Any, grad: Tensor | None) -> None:
+        tell(master)
+        own.__set__(master, grad)
+
+    def tell(master: Any) -> None:
+        giver = master._giver()
+        if giver is None:  # the optimizer is gone
+            set_class([master], type(master).__mro__[1])
+        else:
+            giver.look_at(master)
+
+    return property(read, assign, lambda master: assign(master, None))
 
 
 def _copied(master: Tensor, memo: dict[int, Any]) -> Tensor:

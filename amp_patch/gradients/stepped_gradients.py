@@ -32,14 +32,14 @@ class SteppedGradients:
         own: tells which gradients of masters no script has written.
 
     Attributes:
-        copied: each half parameter with its master, from `copy_to_masters` until `follow` or
-            `forget`.
+        copied: each half parameter with its master, by the id of this, from `copy_to_masters`
+            until `follow` or `forget`.
     """
 
     def __init__(self, used: UsedGradients, own: OwnGradients) -> None:
         self._used, self._own = used, own
         self._waits = False
-        self.copied: Sequence[tuple[Tensor, Tensor]] = ()
+        self.copied: dict[int, tuple[Tensor, Tensor]] = {}
 
     @property
     def are_left(self) -> bool:
@@ -62,14 +62,20 @@ class SteppedGradients:
     def copy_to_masters(self, pairs: ParamPairs) -> None:
         """Let masters have copies of those that are still as the step left them."""
         used = set(map(id, self._used.left() if self.are_left else self._used.alive()))
-        copied: list[tuple[Tensor, Tensor]] = []
+        copied: dict[int, tuple[Tensor, Tensor]] = {}
         for param, master in zip(*pairs, strict=True):
             grad = stored_grad(param)
             if grad is not None and id(grad) in used and stored_grad(master) is None:
                 store_grad(master, grad.detach().to(master.dtype, copy=True))
                 self._own.note(master)
-                copied.append((param, master))
+                copied[id(master)] = param, master
         self.copied = copied
+
+    def look_at(self, master: Tensor) -> None:
+        """Clear what a master was shown where the half one is gone: a script is about to ask."""
+        if id(master) in self.copied and stored_grad(self.copied[id(master)][0]) is None:
+            del self.copied[id(master)]
+            store_grad(master, None)
 
     def follow(self, *, steps: bool = False) -> None:
         """Clear those that a script has cleared, and what masters were shown of the others.
@@ -82,7 +88,7 @@ class SteppedGradients:
         if not self.copied:
             return
         written = self._written()
-        for param, master in self.copied:
+        for param, master in self.copied.values():
             grad = stored_grad(master)
             if grad is None:
                 store_grad(param, None)
@@ -97,7 +103,7 @@ class SteppedGradients:
         written: set[int] = set()
         unmoved: list[tuple[Tensor, Tensor]] = []
         left = set(map(id, self._used.left()))
-        for param, master in self.copied:
+        for param, master in self.copied.values():
             used = stored_grad(param)
             if stored_grad(master) is None:
                 continue
@@ -109,7 +115,7 @@ class SteppedGradients:
 
     def forget(self) -> None:
         """Nothing is shown any more."""
-        self.copied = ()
+        self.copied = {}
         self._own.forget()
 
 

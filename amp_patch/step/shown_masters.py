@@ -10,6 +10,8 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
+from torch import Tensor
+
 from amp_patch.gradients.foreign_gradients import ForeignGradients
 from amp_patch.gradients.gradient_offer import GradientOffer
 from amp_patch.gradients.gradients import Gradients
@@ -129,6 +131,10 @@ class ShownMasters:
         if self._is_early():
             raise RuntimeError(_EARLY.format("a gradient assigned to one"))
 
+    def look_at(self, master: Tensor) -> None:
+        """See `GradientOffer`: a script asks for a gradient that was shown after a step."""
+        self._gradients.stepped.look_at(master)
+
     def end_block(self) -> None:
         """The backward of a block is over, and what it wrote is taken in.
 
@@ -168,7 +174,10 @@ class ShownMasters:
         if self._masters is not None:
             self._gradients.outside.note_shown(self._pairs())
             if (stepped.are_left or stepped.wait_to_be_read) and not self._gradients.are_pending:
-                stepped.copy_to_masters(self._pairs())
+                pairs = self._pairs()
+                stepped.copy_to_masters(pairs)
+                if stepped.copied and stepped.are_left:  # a backward adds to them
+                    self._offer.watch(*pairs)
 
     def show_scaled(self) -> contextlib.AbstractContextManager[None]:
         """Return a block in which masters have what waits scaled, see `ScaledGradients.shown`."""

@@ -26,6 +26,7 @@ class Giver:
         self.offer = GradientOffer(self)
         self.given = 0
         self.refuses = False
+        self.looked_at: list[Tensor] = []
 
     def show_gradients(self) -> None:
         self.offer.withdraw()
@@ -37,8 +38,14 @@ class Giver:
         if self.refuses:
             raise RuntimeError("refused")
 
+    def look_at(self, master: Tensor) -> None:
+        self.looked_at.append(master)
+
     def offer_gradients(self) -> None:
         self.offer.make([nn.Parameter(torch.zeros(2).half()) for _ in self.params], self.params)
+
+    def watch_gradients(self) -> None:
+        self.offer.watch([nn.Parameter(torch.zeros(2).half()) for _ in self.params], self.params)
 
     def has_own_classes(self) -> bool:
         return list(map(type, self.params)) == self.kinds
@@ -146,3 +153,36 @@ def test_it_is_printed_as_any_parameter(giver: Giver) -> None:
     expected = repr(giver.params[0])
     giver.offer_gradients()
     assert repr(giver.params[0]) == expected
+
+
+def test_who_asks_one_that_is_watched_is_told_of_and_gets_what_is_there(giver: Giver) -> None:
+    giver.offer_gradients()
+    giver.watch_gradients()
+    first, second = giver.params
+    first.grad = torch.ones(2)
+    second.grad = None
+    assert first.grad.tolist() == [1.0, 1.0]
+    assert [id(one) for one in giver.looked_at] == [id(one) for one in (first, second, first)]
+    assert giver.given == 0
+    giver.offer.withdraw()
+    assert giver.has_own_classes()
+    assert second.grad is None
+    assert len(giver.looked_at) == 3
+
+
+@pytest.mark.parametrize("make", [copy.deepcopy, lambda param: pickle.loads(pickle.dumps(param))])
+def test_a_copy_of_one_that_is_watched_is_not(giver: Giver, make: Any) -> None:
+    expected = type(make(giver.params[0]))
+    giver.watch_gradients()
+    assert type(make(giver.params[0])) is expected
+
+
+def test_one_that_is_watched_outlives_who_gives() -> None:
+    giver = Giver()
+    params = giver.params
+    giver.watch_gradients()
+    del giver
+    gc.collect()
+    params[0].grad = torch.ones(2)
+    assert params[1].grad is None
+    assert list(map(type, params)) == [nn.Parameter] * 2

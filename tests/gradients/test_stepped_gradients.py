@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -29,6 +29,12 @@ def with_grads(params):
 def set_to_none(params):
     for param in params:
         param.grad = None
+
+
+def without_halves(model, optimizer):
+    """Return the masters whose half parameters have no gradient."""
+    rows = zip(model.parameters(), stepped_by(optimizer), strict=True)
+    return [one for param, one in rows if param is not one and param.grad is None]
 
 
 def replace(params):
@@ -88,6 +94,11 @@ def test_any_clears_between_plain_steps_are_as_in_float32(amp, opt_level, fused_
     @example([["by a part", "none"]])
     @example([["halves", "of the model"]])
     @example([["by the model", "filled"], [], ["halves"]])
+    @example([["none", "of the model", "filled"]])
+    @example([["first", "of the model", "replaced"]])
+    @example([["zeros", "by a part", "filled"]])
+    @example([["halves", "by a part", "zeros through data"]])
+    @example([["by the optimizer", "filled", "by a part"]])
     @given(st.lists(st.lists(st.sampled_from([*CLEARS]), max_size=3), max_size=4))
     def run(steps):
         optimizer.zero_grad()
@@ -100,7 +111,14 @@ def test_any_clears_between_plain_steps_are_as_in_float32(amp, opt_level, fused_
         # one after the other, for a backward of the twin would offer the model's gradients, too
         for network, one in ((model, optimizer), (plain, twins)):
             for clears in [[], *steps]:
+                given = []
                 for clear in clears:
+                    if clear == "of the model":
+                        # None in the place of None, which nobody is told of: docs/limits.md,
+                        # "A gradient that a script gives to a parameter of `param_groups`"
+                        assume(all(stored_grad(master) is None for master in given))
+                    if clear == "filled":
+                        given = without_halves(network, one)
                     CLEARS[clear](network, one)
                 network(X).float().square().mean().backward()
                 one.step()
@@ -138,6 +156,18 @@ def test_masters_get_copies_that_go_with_the_next_backward(halves, masters):
     gradients.follow(steps=False)
     assert masters[0].grad is None
     assert [half.grad.tolist() for half in halves] == [[2.0] * 3, [2.0] * 2]
+
+
+def test_a_script_that_asks_finds_none_where_the_half_one_is_gone(halves, masters):
+    gradients = stepped(halves, masters)
+    halves[0].grad = None
+    gradients.look_at(masters[0])
+    assert masters[0].grad is None
+    masters[0].grad = given = torch.ones(3)
+    gradients.look_at(masters[0])
+    gradients.follow()
+    assert masters[0].grad is given
+    assert halves[0].grad is None
 
 
 @pytest.mark.parametrize("steps", [False, True])
