@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch._dynamo
 from casting_support import activate
-from hypothesis import given
+from hypothesis import example, given
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
@@ -145,12 +145,15 @@ def run(program, model, make, seen):
     seen.append(product())
 
 
+# a training call in such a block is told of, as docs/messages.md says
+@pytest.mark.filterwarnings("ignore:torch.autocast.* switches the casts")
 @pytest.mark.parametrize("opt_level", LEVELS)
 def test_nested_with_others_it_does_what_disable_casts_does(amp, opt_level):
     model = activate(amp, opt_level, Recursive())
     other = activate(amp, "O4" if opt_level == "O1" else "O1")
     shared = off()
 
+    @example([("off", [("model", [], False)], False)], False)
     @given(programs, st.booleans())
     def nested(program, one_object):
         got, expected = [], []
