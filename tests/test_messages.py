@@ -45,6 +45,7 @@ PAGES = {
     "mistakes/early_wrapping.py": "several-gpus.md#what-is-refused",
     "mistakes/late_sharding.py": "several-gpus.md#what-is-refused",
     "mistakes/lone_scales.py": "several-gpus.md#distributeddataparallel",
+    "mistakes/master_inputs.py": "gradients.md#differentiate-by-what-the-optimizer-holds",
     "mistakes/split_backward.py": "several-gpus.md#what-is-refused",
     "mistakes/strange_optimizers.py": "mistakes.md#an-optimizer-that-initialize-never-got",
     "mistakes/unprepared.py": "mistakes.md#an-optimizer-that-initialize-never-got",

@@ -27,6 +27,7 @@ from amp_patch.step.watched_backward import refuse_another_backward, refuse_late
 from amp_patch.warn_once import warn_once
 
 from .handed_on import begins_with_gradients_of, goes_on
+from .master_inputs import listed, with_halves
 from .unprepared import UnpreparedParams
 
 #: Nodes of functions whose gradients are no multiples of a factor that their argument has.
@@ -78,6 +79,7 @@ class Backwards:
             the ids of the leaves that it reaches.
         prepared: the prepared optimizers; false without any.
         unprepared: what no prepared optimizer steps, to which a backward may add.
+        param_of: returns the half parameter of a master, and any other tensor itself.
 
     Attributes:
         last_was_plain: True where the last backward was of no scaled loss; False also before the
@@ -95,8 +97,10 @@ class Backwards:
         after_plain: Callable[[Reached], None],
         prepared: Collection[Optimizer],
         unprepared: UnpreparedParams,
+        param_of: Callable[[Tensor], Tensor],
     ) -> None:
         self._delayed, self._running = delayed, running
+        self._param_of = param_of
         self._after_lone = after_lone
         self._before_plain, self._after_plain = before_plain, after_plain
         self._prepared, self._unprepared = prepared, unprepared
@@ -199,7 +203,8 @@ class Backwards:
         if nodes or delayed:
             # what a GradScaler has scaled may add to what waits scaled, and is unscaled with it
             graph = AutogradGraph(tensors, nodes, through_grad_scalers=False)
-            _refuse(blocks, nodes, delayed, graph, inputs)
+            named = None if inputs is None else with_halves(self._param_of, listed(inputs))
+            _refuse(blocks, nodes, delayed, graph, named)
             _warn_of_divided(getattr(tensors, "grad_fn", None), nodes)
         elif grad_tensors is not None and self._looks_left:
             self._looks_left -= 1
@@ -221,7 +226,7 @@ def _refuse(
         nodes: of their scaled losses.
         delayed: ids of the parameters whose gradients wait for the next block.
         graph: of the backward.
-        inputs: of ``torch.autograd.backward``.
+        inputs: of ``torch.autograd.backward``, and the half parameters of the masters among them.
 
     Raises:
         RuntimeError: as said.

@@ -38,6 +38,7 @@ from . import (
     hooks,
     late_sharding,
     lost_scales,
+    master_inputs,
     split_backward,
 )
 from .backwards import Backwards
@@ -85,6 +86,7 @@ class Guard:
             optimizers.offer_gradients,
             optimizers.steps,
             self.unprepared,
+            optimizers.param_of,
         )
         self._half_steps = HalfSteps()
         self._copies = ExactCopies(store, models.in_half, optimizers.note_writes)
@@ -203,7 +205,8 @@ class Guard:
         self._copies.follow(halves, patches)
         if halves and not self._follows_halves:
             self._follows_halves = True
-            torch_sites.replace(patches, averages.OF_HALVES)
+            of_masters = master_inputs.replacements(self._optimizers.param_of)
+            torch_sites.replace(patches, {**averages.OF_HALVES, **of_masters})
         casts = any(self._models.levels[model].casts_functions for model in models)
         if (halves or casts) and not self._explains:
             self._explains = True

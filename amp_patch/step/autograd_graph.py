@@ -18,6 +18,18 @@ def leaves_of(loss: Any) -> list[Tensor]:
     return AutogradGraph(loss, ()).leaves()
 
 
+def leaf_of(given: Any) -> Tensor | None:
+    """Return what one of the ``inputs`` of a backward stands for, if that is a tensor.
+
+    Args:
+        given: a tensor, or the ``GradientEdge`` that leads to one.
+    """
+    if isinstance(given, Tensor):
+        return given
+    node: Any = getattr(given, "node", None)
+    return node.variable if node is not None and node.name() == _OF_LEAF else None
+
+
 class AutogradGraph:
     """What a backward comes to, on ways that do not lead through some nodes.
 
@@ -53,11 +65,13 @@ class AutogradGraph:
         return [node.variable for node in self._nodes if node.name() == _OF_LEAF]
 
     def written(self, inputs: Any) -> set[int]:
-        """Return the ids of the leaves that are written to: all, or those of ``inputs``."""
+        """Return the ids of the leaves that are written to: all, or those of ``inputs``.
+
+        Args:
+            inputs: a list of them, see `leaf_of`; or None.
+        """
         leaves = set(map(id, self.leaves()))
-        if inputs is None:
-            return leaves
-        return leaves & {id(one) for one in ([inputs] if isinstance(inputs, Tensor) else inputs)}
+        return leaves if inputs is None else leaves.intersection(map(id, map(leaf_of, inputs)))
 
     def behind(self, nodes: Iterable[Any]) -> Iterator[Any]:
         """Yield the nodes of what was computed from the results of these."""

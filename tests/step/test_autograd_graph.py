@@ -6,8 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
-from amp_patch.step.autograd_graph import OF_GRAD_SCALER, AutogradGraph, leaves_of
+from amp_patch.step.autograd_graph import OF_GRAD_SCALER, AutogradGraph, leaf_of, leaves_of
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.sampled_from("+*d"))))
@@ -30,7 +31,15 @@ def test_the_leaves_of_several_tensors_and_of_none() -> None:
     params = {id(param) for layer in layers for param in layer.parameters()}
     assert set(map(id, leaves_of(losses))) == params
     assert leaves_of(None) == leaves_of(torch.ones(())) == []
-    assert AutogradGraph(losses, ()).written(layers[0].weight) == {id(layers[0].weight)}
+    assert AutogradGraph(losses, ()).written([layers[0].weight]) == {id(layers[0].weight)}
+
+
+def test_a_leaf_is_named_by_itself_or_by_the_edge_that_leads_to_it() -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    between = leaf * 2
+    assert leaf_of(leaf) is leaf_of(get_gradient_edge(leaf)) is leaf
+    assert leaf_of(get_gradient_edge(between)) is leaf_of("none") is None
+    assert AutogradGraph(between, ()).written([get_gradient_edge(leaf)]) == {id(leaf)}
 
 
 def test_a_way_ends_at_a_stop_and_where_a_grad_scaler_has_scaled() -> None:
