@@ -38,6 +38,7 @@ from . import (
     hooks,
     late_sharding,
     lost_scales,
+    master_hooks,
     master_inputs,
     split_backward,
 )
@@ -205,7 +206,11 @@ class Guard:
         self._copies.follow(halves, patches)
         if halves and not self._follows_halves:
             self._follows_halves = True
-            of_masters = master_inputs.replacements(self._optimizers.param_of)
+            param_of = self._optimizers.param_of
+            of_masters = {
+                **master_inputs.replacements(param_of),
+                **master_hooks.replacements(param_of),
+            }
             torch_sites.replace(patches, {**averages.OF_HALVES, **of_masters})
         casts = any(self._models.levels[model].casts_functions for model in models)
         if (halves or casts) and not self._explains:
