@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd.graph import register_multi_grad_hook
+from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 from training import assert_equal, batches, loss_of, make, prepared
 
 from amp_patch import amp as core
@@ -97,3 +97,65 @@ def test_a_mode_that_torch_has_not_is_refused_by_torch(amp: ModuleType) -> None:
     _, optimizer = prepared(amp, "O2")
     with pytest.raises(ValueError, match="Expects mode to be one of"):
         torch.autograd.graph.register_multi_grad_hook(stepped(optimizer), print, mode="some")  # type: ignore[arg-type]
+
+
+#: How a script takes the node that adds to the gradient of a parameter.
+NODES: dict[str, Callable[[Tensor], Any]] = {
+    "idiom": lambda p: cast(Any, p.expand_as(p)).grad_fn.next_functions[0][0],
+    "edge": lambda p: get_gradient_edge(p).node,
+}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("by", NODES)
+def test_one_of_the_node_that_adds_up_is_called_in_each_backward(
+    amp: ModuleType, level: str, by: str
+) -> None:
+    model, optimizer = prepared(amp, level)
+    calls: list[int] = []
+    nodes = [NODES[by](p) for p in stepped(optimizer)]
+    handles = [
+        node.register_hook(lambda *_, place=place: calls.append(place))
+        for place, node in enumerate(nodes)
+    ]
+    for step in (1, 2):
+        backward(amp, model, optimizer)
+        assert sorted(calls) == sorted([0, 1, 2, 3] * step)
+    handles[1].remove()
+    backward(amp, model, optimizer, inputs=stepped(optimizer)[:3])
+    assert sorted(calls[8:]) == [0, 2]
+
+
+@pytest.mark.parametrize("level", HALVES)
+def test_a_node_taken_twice_calls_each_hook_once(amp: ModuleType, level: str) -> None:
+    model, optimizer = prepared(amp, level)
+    param = stepped(optimizer)[0]
+    calls: list[int] = []
+    nodes = [node(param) for node in (*NODES.values(), *NODES.values())]
+    for node in nodes:
+        node.register_hook(lambda *_: calls.append(1))
+    backward(amp, model, optimizer)
+    assert len(calls) == len(nodes)
+
+
+@pytest.mark.parametrize("level", HALVES)
+def test_a_hook_of_a_masters_node_is_called_by_a_penalty_of_masters(
+    amp: ModuleType, level: str
+) -> None:
+    _, optimizer = prepared(amp, level)
+    param = stepped(optimizer)[0]
+    calls: list[int] = []
+    node = get_gradient_edge(param).node
+    node.register_hook(lambda *_: calls.append(1))
+    param.square().sum().backward()
+    assert calls == [1]
+
+
+def test_a_node_of_what_has_no_gradient_or_is_no_leaf_stays_torchs(amp: ModuleType) -> None:
+    prepared(amp, "O2")
+    plain, leaf = torch.ones(2), torch.ones(2, requires_grad=True)
+    result = leaf * 2
+    assert plain.expand_as(plain).grad_fn is None
+    assert torch.equal(result.expand_as(result), result)
+    assert get_gradient_edge(result).node is result.grad_fn
+    assert torch.equal(torch.ones(1).expand_as(leaf), plain)
