@@ -8,6 +8,7 @@ of the masters themselves, so the gradient of a master is that of both. Knows no
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
@@ -16,6 +17,7 @@ from torch.autograd import graph
 
 from amp_patch.casting.torch_compile import never_trace
 from amp_patch.step.autograd_graph import leaf_of
+from amp_patch.weights.attached_values import AttachedValue, param_behind
 
 _ParamOf = Callable[[Tensor], Tensor]
 
@@ -41,8 +43,11 @@ def listed(inputs: Any) -> list[Any]:
 
 
 def with_halves(param_of: _ParamOf, inputs: Iterable[Any]) -> list[Any]:
-    """Return ``inputs``, followed by the half parameters of the masters among them."""
-    given = list(inputs)
+    """Return ``inputs``, followed by the half parameters of the masters among them.
+
+    Values of ``state_dict(keep_vars=True)`` are the half parameters that they stand for.
+    """
+    given = list(map(param_behind, inputs))
     return [*given, *(half for _, _, half in _masters(param_of, given))]
 
 
@@ -58,16 +63,17 @@ def _reaching(param_of: _ParamOf, original: Callable[..., Any]) -> Callable[...,
     @never_trace
     @functools.wraps(original)
     def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        inputs = args[3] if len(args) > 3 else ()
+        given = args[3] if len(args) > 3 else ()
+        inputs = list(map(param_behind, given))
         masters = _masters(param_of, inputs)
-        if not masters:
+        if not masters and all(map(operator.is_, inputs, given)):
             return original(outputs, *args, **kwargs)
         every = (*inputs, *(half for _, _, half in masters))
         if kwargs.get("accumulate_grad", True):
             return original(outputs, *args[:3], every, *args[4:], **kwargs)
         found = original(outputs, *args[:3], every, True, *args[5:], **kwargs)
-        grads = list(found[: len(inputs)])
-        for (place, master, _), grad in zip(masters, found[len(inputs) :], strict=True):
+        grads = list(map(_as_given, given, found))
+        for (place, master, _), grad in zip(masters, found[len(given) :], strict=True):
             grads[place] = _sum(grads[place], grad, master)
         unused = [place for place, grad in enumerate(grads) if grad is None]
         if unused and not args[4]:
@@ -75,6 +81,13 @@ def _reaching(param_of: _ParamOf, original: Callable[..., Any]) -> Callable[...,
         return tuple(grads)
 
     return run_backward
+
+
+def _as_given(given: Any, grad: Tensor | None) -> Tensor | None:
+    """Return the gradient of a half parameter in the dtype of the value that stands for it."""
+    if grad is None or not isinstance(given, AttachedValue):
+        return grad
+    return grad.to(given.dtype)
 
 
 def _sum(own: Tensor | None, of_half: Tensor | None, master: Tensor) -> Tensor | None:

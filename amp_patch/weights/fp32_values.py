@@ -24,6 +24,7 @@ from amp_patch.distributed.shards import detached, is_spread, place, same_number
 from amp_patch.kernels.without_grad import without_grad
 
 from .alike_values import AlikeValues
+from .attached_values import attached
 from .half_bits import bits_of, have_same_bits, is_plain
 from .handed_out import HandedOut
 from .versions import NotedValue, Versions
@@ -327,16 +328,20 @@ class FP32Values:
             if tensor is None or prefix + name not in state:
                 continue
             if tensor.dtype in HALVES or tensor in self._came_in:
-                attached = state[prefix + name].requires_grad  # keep_vars=True, not in torch.func
-                value = state[prefix + name] = self._hand_out(module, tensor, attached)
+                keeps = state[prefix + name] is tensor  # keep_vars=True
+                value = state[prefix + name] = self._hand_out(module, tensor, keeps)
                 if is_saved_by_ranks:
                     self.handed_out.note(module, value)
         if id(module) == self._state_of:  # the last one
             self._state_of = 0
             self._alike.clear()
 
-    def _hand_out(self, module: nn.Module, tensor: Tensor, attached: bool) -> Tensor:
-        """Return the value of a half tensor for a state dict, and note it."""
+    def _hand_out(self, module: nn.Module, tensor: Tensor, keeps: bool) -> Tensor:
+        """Return the value of a half tensor for a state dict, and note it.
+
+        Args:
+            keeps: whether the script asks for the very parameters.
+        """
         # Before the value: what another thread's step writes between the two is then taken for
         # newer than the value, and not for older.
         bits = bits_of(tensor) if is_plain(tensor) else None
@@ -349,8 +354,8 @@ class FP32Values:
             is_master = self._is_stepped(tensor, value)
             if is_master and self._is_to_follow(tensor, value):
                 bits = None  # which tell of no write then
-        if attached:
-            value.requires_grad_()
+        if keeps and isinstance(tensor, nn.Parameter):
+            value = attached(tensor, value, self.value_of)
         self.handed_out.add(module, tensor, value, bits, is_master=is_master)
         return value
 
