@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from .argument_casts import to_dtype
 from .half_numbers import within
@@ -52,6 +53,8 @@ _WRITES_TO_A_COPY = (
 #: The same, of which functions have a rule where they cast.
 _RULED = ("index_put", "scatter_add")
 _NUMBERS = (int, float)  # no union: torch 2.6 compiles none
+#: Of which kinds the parts of a place are that is a view of the tensor.
+_OF_VIEWS = frozenset({int, slice, type(None), type(...)})
 #: For each dtype those that are cast to it.
 _OTHERS: dict[Any, frozenset[torch.dtype]] = {
     dtype: frozenset(FLOATS) - {dtype} for dtype in FLOATS
@@ -74,14 +77,20 @@ def replacements_for_half() -> dict[str, Callable[[Function], Function]]:
 
 def _casting(original: Function) -> Function:
     values_at = 1 if original.__name__ in _PRODUCTS else -1  # else places come before them
+    is_set = original.__name__ == "__setitem__"
 
     @leave_out  # between two graphs torch would compile it for each kind of write
     @functools.wraps(original)
     def write(*args: Any, **kwargs: Any) -> Any:
         target: Any = args[0] if args else kwargs.get("input")
         found = getattr(target, "dtype", None)
-        # as most often: in the tensor's own dtype
-        if len(args) == 3 and values_at == -1 and not kwargs and _stays(args[2], found):
+        if (
+            len(args) == 3
+            and values_at == -1
+            and not kwargs
+            # first, as most often: in the tensor's own dtype
+            and (_stays(args[2], found) or (is_set and _is_copied(*args)))
+        ):
             return original(*args)
         named = [value for value in kwargs.values() if isinstance(value, Tensor)]
         values = (*args[values_at:], *named)
@@ -112,6 +121,20 @@ def _stays(value: Any, found: torch.dtype | None) -> bool:
     if isinstance(value, Tensor):
         return value.dtype is found
     return isinstance(value, _NUMBERS) and found not in HALVES
+
+
+def _is_copied(target: Any, place: Any, value: Any) -> bool:
+    """Tell a write at ints and slices, which torch makes of any dtype: it copies into a view.
+
+    Not of a value that is expanded, for its gradient: that is to be added up before it is cast.
+    """
+    kinds = list(map(type, place)) if type(place) is tuple else [type(place)]
+    if is_dynamo_compiling() or not _OF_VIEWS.issuperset(kinds):
+        return False
+    if type(target) is not Tensor or type(value) is not Tensor:
+        return False
+    dim = target.dim() - kinds.count(int) + kinds.count(type(None))
+    return not value.requires_grad or (value.dim() == dim and 1 not in value.shape)
 
 
 def _as(value: Any, dtype: torch.dtype) -> Any:

@@ -124,6 +124,55 @@ def test_a_copy_is_written_to_alike(amp: ModuleType, level: str, y: Tensor) -> N
                 call(out, values)
 
 
+#: Places that are views of a (4, 4) tensor.
+VIEWS: list[Any] = [1, slice(1, 4), ..., None, (slice(None), 2), (..., None, slice(0, 3)), (1, 2)]
+
+
+def shapes(place: Any) -> list[torch.Size]:
+    """Return the shapes of values that a place of a (4, 4) tensor takes: some are expanded."""
+    view = torch.ones(4, 4)[place]
+    found = {view.shape, torch.Size([1, *view.shape]), view.shape[1:], torch.Size([])}
+    found.update(
+        torch.Size([1 if i == at else n for i, n in enumerate(view.shape)]) for at in (0, 1)
+    )
+    return sorted(found)
+
+
+@pytest.mark.parametrize("place", VIEWS, ids=str)
+@pytest.mark.parametrize("level", HALF)
+def test_a_view_is_written_to_as_by_values_that_were_cast_before(
+    amp: ModuleType, level: str, place: Any
+) -> None:
+    """Gradients, too, which are added up in the tensor's dtype where values are expanded."""
+    prepare(amp, level)
+    torch.manual_seed(0)
+    for stored, given_ in dtypes(HALF[level]):
+        factors = torch.randn(4, 4, dtype=stored)
+        for shape in shapes(place):
+            values = torch.randn(shape).to(given_).requires_grad_()
+            found = []
+            for by_hand in (False, True):
+                out = torch.zeros(4, 4, dtype=stored)
+                out[place] = values.to(stored) if by_hand else values
+                out.backward(factors)
+                found.append((out.detach(), values.grad))
+                values.grad = None
+            (out, grad), (expected, expected_grad) = found
+            assert torch.equal(out, expected)
+            assert grad is not None
+            assert grad.dtype is given_
+            assert torch.equal(grad, expected_grad), (shape, stored)
+
+
+def test_torch_itself_casts_what_is_written_to_a_view(amp: ModuleType, y: Tensor) -> None:
+    prepare(amp, "O4")
+    out = torch.zeros(3, 5, 4)
+    out[:, 2] = y.bfloat16().requires_grad_() * 2
+    assert out.grad_fn is not None
+    nodes = [node.name() for node, _ in out.grad_fn.next_functions if node is not None]
+    assert nodes == ["MulBackward0"]  # no cast between
+
+
 class Writing(nn.Module):
     """Calls in its forward what it is given."""
 
