@@ -90,7 +90,7 @@ _BOUNDING = (
 )
 _NUMBERS = (float, int)
 #: Bounds that both half dtypes have, as 0, 1 and 6.
-_EXACT = frozenset({*range(-256, 257), None})
+_EXACT = frozenset({*range(-256, 257), math.inf, -math.inf, None})
 #: Of which kinds bounds may be that are looked up there; no symbol of a compiled function.
 _KINDS = frozenset({int, float, type(None)})
 _LEAST_RANGE = torch.finfo(torch.float16).max
@@ -99,7 +99,7 @@ _HALF_OF_THE_LEAST = torch.finfo(torch.float16).smallest_normal * 2.0**-11
 
 def replacements() -> dict[str, Callable[[Function], Function]]:
     """Return, for each path of a function, what makes its replacement."""
-    return dict.fromkeys((*_FILLS, *_BOUNDING), _fitting)
+    return {**dict.fromkeys(_FILLS, _filling), **dict.fromkeys(_BOUNDING, _bounding)}
 
 
 def in_half(name: str, args: Any, kwargs: Any, half: torch.dtype) -> tuple[Any, Any]:
@@ -144,22 +144,40 @@ def within(value: Any, half: torch.dtype) -> Any:
     return math.copysign(max(least, min(abs(value), info.max)), value)
 
 
-def _fitting(original: Function) -> Function:
-    is_bounding = original.__name__ in _BOUNDS
-
+def _filling(original: Function) -> Function:
     @leave_out  # between two graphs torch would compile it for each kind of call
     @functools.wraps(original)
-    def fitting(*args: Any, **kwargs: Any) -> Any:
-        if is_bounding and not is_dynamo_compiling():
-            bounds = (*args[1:], *kwargs.values()) if kwargs else args[1:]  # no `out`: a tensor
-            if _KINDS.issuperset(map(type, bounds)) and _EXACT.issuperset(bounds):
+    def filling(*args: Any, **kwargs: Any) -> Any:
+        if not is_dynamo_compiling():
+            for value in (*args, *kwargs.values()) if kwargs else args:
+                if isinstance(value, _NUMBERS) and _may_be_lost(value):
+                    break
+            else:  # as most often
                 return original(*args, **kwargs)
         if mode.stored is not None or casts_are_on():
             args, kwargs = in_its_dtype(original.__name__, args, kwargs)
         return original(*args, **kwargs)
 
-    fitting.__prepare_scriptable__ = lambda: original  # type: ignore[attr-defined]  # our own
-    return fitting
+    filling.__prepare_scriptable__ = lambda: original  # type: ignore[attr-defined]  # our own
+    return filling
+
+
+def _bounding(original: Function) -> Function:
+    @leave_out  # as above
+    @functools.wraps(original)
+    def bounding(*args: Any, **kwargs: Any) -> Any:
+        if not is_dynamo_compiling():
+            bounds = (*args[1:], *kwargs.values()) if kwargs else args[1:]  # no `out`: a tensor
+            if _KINDS.issuperset(map(type, bounds)) and _EXACT.issuperset(bounds):
+                return original(*args, **kwargs)
+            if args and getattr(args[0], "dtype", None) is torch.float32:
+                return original(*args, **kwargs)
+        if mode.stored is not None or casts_are_on():
+            args, kwargs = in_its_dtype(original.__name__, args, kwargs)
+        return original(*args, **kwargs)
+
+    bounding.__prepare_scriptable__ = lambda: original  # type: ignore[attr-defined]  # our own
+    return bounding
 
 
 def _bound(name: str, value: Any, half: torch.dtype) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -336,6 +337,31 @@ def test_other_bounds_and_dtypes_stay(amp: ModuleType) -> None:
     out = torch.empty(7, dtype=torch.float16)
     assert torch.clamp(half, 0, 1, out=out) is out
     assert out.max() == 1
+
+
+def fills_and_bounds(x: Tensor, value: float) -> dict[str, Callable[[], Tensor]]:
+    low, high = min(value, 0.25), max(value, 0.25)  # hardtanh takes no others
+    calls = {name: partial(fill, x, value) for name, fill in FILLS.items()}
+    return {**calls, **{name: partial(clamp, x, low, high) for name, clamp in CLAMPS.items()}}
+
+
+@pytest.mark.parametrize("level", HALF)
+def test_numbers_that_half_has_and_those_of_float32_tensors_stay(
+    amp: ModuleType, level: str
+) -> None:
+    """Where nothing looks at the mode torch finds what it finds by itself."""
+    amp.initialize(nn.Linear(1, 1), opt_level=level, verbosity=0)
+    torch.manual_seed(0)
+    x = torch.randn(4, 4)
+    of_half = [0.0, -0.5, 1, 40000.0, torch.inf, -torch.inf]
+    for tensor, numbers in ((x.to(HALF[level]), of_half), (x, [*of_half, 1e-30, 1e30, 1 - 1e-7])):
+        for value in numbers:
+            for name, call in fills_and_bounds(tensor, value).items():
+                found = call()
+                with core.disable_casts():
+                    expected = call()
+                assert found.dtype is expected.dtype is tensor.dtype, (name, value)
+                assert torch.equal(found, expected), (name, value)
 
 
 class Scored(nn.Module):
