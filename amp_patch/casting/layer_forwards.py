@@ -167,8 +167,11 @@ def _taking(original: Callable[..., Any]) -> Any:
         weight = _first(self)
         if weight is None or weight.dtype is not mode.stored:
             return original(self, *args, **kwargs)
-        args, kwargs = map_tensors(lambda tensor: _as_stored(tensor, weight), (args, kwargs))
-        return original(self, *args, **kwargs)
+        # One by one: to map the tuple and the dict as containers takes the host twice as long.
+        cast = functools.partial(_as_stored, weight=weight)
+        if kwargs:
+            kwargs = {name: map_tensors(cast, value) for name, value in kwargs.items()}
+        return original(self, *[map_tensors(cast, value) for value in args], **kwargs)
 
     forward.__prepare_scriptable__ = lambda: original  # type: ignore[attr-defined]  # our own
     return forward

@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 import pickle
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -206,6 +207,38 @@ def test_a_layer_of_a_model_in_half_takes_float32(
     assert torch.equal(found, expected)
     found.square().mean().backward()
     assert all(param.grad is not None for param in model.parameters())
+
+
+STATES: dict[str, tuple[nn.Module, Callable[[nn.Module, Tensor], Any]]] = {
+    "by name": (nn.RMSNorm(4), lambda layer, x: layer(x=x)),
+    "a state": (nn.GRUCell(4, 4), lambda layer, x: layer(x, x)),
+    "a state by name": (nn.RNN(4, 4), lambda layer, x: layer(x, hx=x[:1])),
+    "a pair of states": (nn.LSTMCell(4, 4), lambda layer, x: layer(x, (x, x))),
+    "all by name": (nn.LSTM(4, 4), lambda layer, x: layer(input=x, hx=(x[:1], x[1:2]))),
+    "a mask": (
+        nn.MultiheadAttention(4, 2),
+        lambda layer, x: layer(x, key=x, value=x, attn_mask=x @ x.T),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+@pytest.mark.parametrize("level", ["O3", "O5"])
+def test_float32_comes_by_name_and_in_tuples(amp: ModuleType, level: str, name: str) -> None:
+    layer, call = STATES[name]
+
+    class Called(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = copy.deepcopy(layer)
+            self.made = torch.randn(3, 4).bfloat16().float()
+
+        def forward(self, dtype: torch.dtype) -> Any:
+            return first(call(self.layer, self.made.to(dtype)))
+
+    model = amp.initialize(Called(), opt_level=level, verbosity=0)
+    half = {"O3": torch.float16, "O5": torch.bfloat16}[level]
+    assert torch.equal(model(torch.float32), model(half))
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit")  # is deprecated

@@ -61,7 +61,13 @@ def run_lengths(function: Function, args: Args, kwargs: Kwargs) -> Any:
         return function(*args, **kwargs)
     if not args or getattr(args[0], "dtype", None) not in HALVES:
         return function(*args, **kwargs)  # a script that writes x.float().norm() means it
-    return to_any(run_widened(function, args, kwargs), dtype)
+    # no containers of tensors, but dimensions and the like
+    args = tuple([to_float(one) if isinstance(one, Tensor) else one for one in args])
+    if kwargs:
+        kwargs = {
+            name: to_float(one) if isinstance(one, Tensor) else one for name, one in kwargs.items()
+        }
+    return to_any(function(*args, **kwargs), dtype)
 
 
 def run_float_on_cpu(function: Function, args: Args, kwargs: Kwargs) -> Any:

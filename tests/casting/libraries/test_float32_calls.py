@@ -100,3 +100,31 @@ def test_norms_of_half_matrices_are_float32_s(amp: ModuleType, level: str, name:
         model.weight.grad = None
         loss.backward()
         torch.testing.assert_close(model.weight.grad.float(), wide.grad, rtol=0.02, atol=0.01)
+
+
+LENGTHS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "method": lambda x, y: x.norm(),
+    "a list of dimensions": lambda x, y: x.norm(p=3, dim=[0, 1], keepdim=True),
+    "norm": lambda x, y: torch.norm(x, 1, dim=0),
+    "vector_norm": lambda x, y: torch.linalg.vector_norm(x, 3.5, (0, 1)),
+    "two tensors": lambda x, y: torch.nn.functional.pairwise_distance(x, y, 1.5),
+    "the other by name": lambda x, y: torch.nn.functional.pairwise_distance(x, x2=y, p=1.0),
+}
+
+
+class Lengths(nn.Linear):
+    """Calls what finds lengths in its forward."""
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        self.found = {name: call(x, y) for name, call in LENGTHS.items()}
+        return self.found
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_lengths_in_a_model_in_half_are_float32_s_rounded_once(amp: ModuleType, level: str) -> None:
+    half = F16 if level == "O2" else BF16
+    x, y = torch.randn(2, 40, 30).to(half)
+    model = amp.initialize(Lengths(1, 1), opt_level=level, verbosity=0)
+    model(x, y)
+    for name, call in LENGTHS.items():
+        assert torch.equal(model.found[name], call(x.float(), y.float()).to(half)), name
