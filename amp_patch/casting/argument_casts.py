@@ -53,7 +53,7 @@ def to_dtype(
         if type(value) is Tensor:
             return (activation or _cast)(value, dtype)
         return value if is_made_later(value) else value.to(dtype)
-    if isinstance(value, _CONTAINERS):
+    if isinstance(value, _CONTAINERS) and not _has_no_tensor(value):
         return map_tensors(lambda tensor: to_dtype(tensor, dtype, weight, activation), value)
     return value
 
@@ -119,9 +119,18 @@ def to_float(value: Any) -> Any:
         if value.is_sparse and value.requires_grad:
             return _with_cast_values(value, torch.float32)
         return value.float()
-    if isinstance(value, _CONTAINERS):
+    if isinstance(value, _CONTAINERS) and not _has_no_tensor(value):
         return map_tensors(to_float, value)
     return value
+
+
+def _has_no_tensor(value: Any) -> bool:
+    """Tell of a list of dimensions, or of a scale of each, that there is nothing to be cast.
+
+    False also of what would have to be looked into.
+    """
+    is_list = type(value) is list or type(value) is tuple
+    return is_list and not is_dynamo_compiling() and _PLAIN.issuperset(map(type, value))
 
 
 def float_on_cpu(value: Any) -> Any:

@@ -80,6 +80,9 @@ NORMS = frozenset(
         torch.rms_norm,
     }
 )
+#: What a norm of a tensor is told, by name and in its place: no dtype, and no `out`.
+_OPTIONS = frozenset({"p", "ord", "dim", "keepdim"})
+_OPTION_TYPES = frozenset({int, float, bool, str, tuple, list, type(None)})
 #: What the weight of a layer's usual call is.
 _WEIGHTS = frozenset({Parameter, Tensor})
 #: What the weights of a cell's usual call are; a bias may be missing.
@@ -245,7 +248,9 @@ def cell(
         dtype = fixed or dtype
         cast_weight, cast = casts
         halves = [None if weight is None else cast_weight(weight, dtype) for weight in weights]
-        return original(cast(input, dtype), to_dtype(hx, dtype), *halves)
+        # an LSTM's state is a pair
+        state = [to_dtype(one, dtype) for one in hx] if type(hx) is tuple else to_dtype(hx, dtype)
+        return original(cast(input, dtype), state, *halves)
 
     return wrapper
 
@@ -263,6 +268,29 @@ def norm(original: Function, general: Function) -> Function:
         if args[0].dtype is _FLOAT:
             return original(*args, **kwargs)
         if is_dynamo_compiling() or below_autograd(AUTOGRAD):  # as it is in inference mode
+            return general(*args, **kwargs)
+        if (mode.dtype or process.dtype) is OFF:
+            return original(*args, **kwargs)
+        return original(to_float(args[0]), *args[1:], **kwargs)
+
+    return wrapper
+
+
+def length(original: Function, general: Function) -> Function:
+    """Wrap a norm of a tensor, which computes in float32: most often it gets no other tensor."""
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if not args or type(args[0]) is not Tensor:
+            return general(*args, **kwargs)
+        if args[0].dtype is _FLOAT:
+            return original(*args, **kwargs)
+        if (
+            is_dynamo_compiling()
+            or not _OPTIONS.issuperset(kwargs)
+            or not _OPTION_TYPES.issuperset(map(type, args[1:]))
+            or below_autograd(AUTOGRAD)  # as it is in inference mode
+        ):
             return general(*args, **kwargs)
         if (mode.dtype or process.dtype) is OFF:
             return original(*args, **kwargs)

@@ -27,6 +27,7 @@ from .argument_casts import (
     float_on_cpu,
     holds_half,
     is_half,
+    is_on_cast_device,
     is_sparse_on_cpu,
     need_no_cast,
     tensors_in,
@@ -52,6 +53,7 @@ from .usual_calls import (
     cell,
     contraction,
     layer,
+    length,
     norm,
     product,
 )
@@ -321,7 +323,7 @@ def _setting_dtype(original: Function) -> Function:
             return original(*[to_float(value) for value in args], **kwargs)
         return original(*args, **{**kwargs, "dtype": torch.float32})
 
-    return wrapper
+    return length(original, wrapper) if is_norm else wrapper
 
 
 def _asks_for_dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -360,14 +362,17 @@ def _writing(original: Function) -> Function:
 
 def _are_mixed(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Tell whether tensors that a cast may touch come in several dtypes."""
-    found = None
+    first: Any = None
     for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, Tensor):
-            dtype = value.dtype
-            if dtype in FLOATS and dtype is not found:
-                if found is not None:
-                    break
-                found = dtype
+            if value.dtype not in FLOATS:
+                continue
+            if first is None:
+                first = value
+            elif value.dtype is not first.dtype:
+                if is_on_cast_device(value) and is_on_cast_device(first):
+                    return True
+                break
         elif isinstance(value, (list, tuple, dict)):
             break
     else:  # as an embedding bag's: a look into containers takes several times as long

@@ -34,6 +34,7 @@ NESTS = {
     "alone": lambda tensor: tensor,
     "list": lambda tensor: [1, tensor],
     "tuple in a dict": lambda tensor: {"a": ("b", tensor)},
+    "last of lists": lambda tensor: [1, 2.0, [None, (3,)], ("b", tensor)],
 }
 
 
@@ -54,6 +55,11 @@ def test_each_dtype_becomes_what_the_table_says(dtype: torch.dtype, nest: Any) -
         assert dtypes_of(cast) == [wanted]
         assert type(cast) is type(value)
         assert (cast is value) == (wanted is dtype)
+
+
+@pytest.mark.parametrize("value", [[], (1, -1), [2.0, None, "sum", True, FP16], [(1,), [2]]])
+def test_a_list_without_tensors_is_the_very_same(value: Any) -> None:
+    assert to_dtype(value, FP16) is to_float(value) is float_on_cpu(value) is value
 
 
 def dtypes_of(value: Any) -> list[torch.dtype]:

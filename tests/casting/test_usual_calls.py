@@ -58,6 +58,17 @@ NORMS: dict[str, Callable[..., Tensor]] = {
     "F.rms_norm": lambda x, w, _: F.rms_norm(x, (4,), w, 1e-3),
     "torch.rms_norm": lambda x, w, _: torch.rms_norm(x, (4,), w, 1e-3),
 }
+LENGTHS: dict[str, Callable[[Tensor], Tensor]] = {
+    "Tensor.norm": lambda x: x.norm(),
+    "Tensor.norm of rows": lambda x: x.norm(dim=-1, keepdim=True),
+    "torch.norm": lambda x: torch.norm(x, 1.5, [0, 1]),
+    "torch.norm, by name": lambda x: torch.norm(input=x, p=3),
+    "torch.norm to a dtype": lambda x: torch.norm(x, dim=0, dtype=torch.float64),
+    "linalg.norm": lambda x: torch.linalg.norm(x, dim=(0,)),
+    "linalg.norm, nuclear": lambda x: torch.linalg.norm(x, "nuc"),
+    "vector_norm": lambda x: torch.linalg.vector_norm(x, 2, None, True),
+    "vector_norm, by name": lambda x: torch.linalg.vector_norm(x=x, ord=1, dim=1),
+}
 KINDS: dict[str, Callable[[Tensor], Tensor]] = {
     "plain": lambda tensor: tensor.requires_grad_(),
     "parameter": nn.Parameter,
@@ -238,6 +249,39 @@ def test_a_norm_is_that_of_float32(
     with o1.disable_casts():
         expected = run(called(Tensor.float), tensors)
     assert_same(run(called(lambda tensor: tensor), tensors), expected)
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+@shared_fixtures
+@given(x=operands, seed=st.integers(0, 99))
+def test_a_length_is_that_of_float32(
+    o1: Any, name: str, x: tuple[str, torch.dtype], seed: int
+) -> None:
+    torch.manual_seed(seed)
+    tensors = [drawn(x, 3, 4)]
+    with o1.disable_casts():
+        expected = run(lambda x: LENGTHS[name](x.float()), tensors)
+    assert_same(run(LENGTHS[name], tensors), expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"dim": 0}])
+def test_a_length_of_half_is_left_alone_where_casts_are_off(o1: Any, options: Any) -> None:
+    half, seen = torch.ones(2, 4, dtype=HALF), []
+
+    @torch.library.custom_op("amp_patch_tests::own_length", mutates_args=())
+    def own_length(x: Tensor) -> Tensor:
+        seen.append(torch.linalg.vector_norm(x, **options).dtype)
+        return x.clone()
+
+    own_length(half)
+    with o1.disable_casts():
+        seen.append(torch.linalg.vector_norm(half, **options).dtype)
+    seen.append(torch.linalg.vector_norm(half.to("meta"), **options).dtype)
+    out = torch.empty(4 if options else (), dtype=HALF)
+    seen.append(torch.linalg.vector_norm(half, **options, out=out).dtype)
+    assert seen == [HALF] * 4
+    with torch.inference_mode():
+        assert torch.linalg.vector_norm(half, **options).dtype is torch.float32
 
 
 def _plain(*drawn: Any) -> list[Any]:

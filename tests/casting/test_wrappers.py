@@ -234,6 +234,21 @@ def test_promote_casts_up_only_where_floating_dtypes_are_mixed(dtypes):
             assert got is tensor
 
 
+@given(given_=st.lists(st.tuples(DTYPE, st.sampled_from(["cpu", "meta"])), min_size=2, max_size=4))
+def test_dtypes_on_other_devices_than_the_models_mix_with_none(given_):
+    function = amp_patch.amp.promote_function(lambda *tensors: tensors)
+    tensors = [torch.ones(2, dtype=dtype, device=device) for dtype, device in given_]
+    with casts_on():
+        result = function(*tensors)
+    halves = {torch.float16, torch.bfloat16}
+    kinds = {dtype for dtype, device in given_ if device == "cpu"} & {torch.float32, *halves}
+    for tensor, got in zip(tensors, result, strict=True):
+        if len(kinds) > 1 and tensor.is_cpu and tensor.dtype in halves:
+            assert got.dtype is torch.float32
+        else:
+            assert got is tensor
+
+
 @pytest.mark.parametrize("opt_level", HALVES)
 def test_operators_and_methods_are_cast(amp, opt_level):
     activate(amp, opt_level)
