@@ -98,10 +98,12 @@ class AnyPass:
         checked = buffers.check(grads, factor)
         if checked is not None:  # by kernels, which take dense ones
             check, halves = checked, buffers.of_masters(checked.grads)
-            source = HalfGradients(halves, factor, checked, buffers.rows_of_masters)
+            masters = None if buffers.is_spread else buffers.masters
+            source = HalfGradients(halves, factor, checked, buffers.rows_of_masters, masters)
         elif not isinstance(scale, Tensor) and (late := buffers.unscale_small(grads, scale)):
             halves = buffers.of_masters(late.grads)
-            check, source = late, LargeInHalf(halves, 1.0 if scale is None else scale)
+            scale = 1.0 if scale is None else scale
+            check, source = late, LargeInHalf(halves, scale, buffers.masters)
         else:
             check = buffers.unscale(grads, scale)
             received = buffers.of_masters(check.grads)

@@ -258,10 +258,12 @@ class GradientBuffers:
         return list(places.values())
 
     def _targets_for(self, grads: list[Tensor], buffers: Iterable[Tensor | None]) -> list[Tensor]:
-        return [
-            buffer if buffer is not None else grad if param is master else _new_target(grad, master)
-            for grad, param, master, buffer in zip(grads, *self._parts, buffers, strict=False)
-        ]
+        rows = zip(grads, *self._parts, buffers, strict=False)
+        with torch._C.DisableTorchFunctionSubclass():  # a target is a plain tensor
+            return [
+                one if one is not None else grad if param is master else _new_target(grad, master)
+                for grad, param, master, one in rows
+            ]
 
 
 class Share(NamedTuple):
@@ -305,8 +307,10 @@ def _devices(pairs: ParamPairs) -> list[int]:
 def _new_target(grad: Tensor, master: Tensor) -> Tensor:
     """Return a new tensor for a gradient, which a bulk copy is still to fill if it is dense.
 
-    A sparse gradient is not coalesced: the entries of one row are to be added in fp32.
+    A sparse gradient is not coalesced: the entries of one row are to be added in fp32. Any other
+    lies as the master does, of which its parameter's may not be sure: torch's fused optimizers go
+    through both as they lie.
     """
     if grad.is_sparse:
         return grad.to(device=master.device, dtype=master.dtype, copy=True)
-    return torch.empty_like(grad, dtype=master.dtype, device=master.device)
+    return torch.empty_like(master)

@@ -160,6 +160,10 @@ class Gradients:
             self.forget()
         return self.scaled.scale is not None
 
+    def forget_buffers(self) -> None:
+        """Masters lie in another order: what their gradients are unscaled into is made anew."""
+        self._buffers = GradientBuffers(ParamPairs([], []))
+
     def forget(self) -> None:
         """The gradients were cleared or stepped: none is scaled or set aside any more."""
         if self.scaled.scale is not None:

@@ -25,6 +25,8 @@ class UnscaledLater:
     Args:
         grads: multiplied by ``scale``; they stay as they are until this is not needed any more.
         scale: the loss scale, a number or a tensor of one element on the device.
+        masters: of which these are gradients; None: what is unscaled lies as these do. A master may
+            lie in another order, and torch's fused optimizers go through both as they lie.
 
     Attributes:
         clip: a factor for the unscaled gradients, 0-dim fp32, or None.
@@ -33,8 +35,14 @@ class UnscaledLater:
 
     is_half = True
 
-    def __init__(self, grads: Sequence[Tensor], scale: float | Tensor) -> None:
+    def __init__(
+        self,
+        grads: Sequence[Tensor],
+        scale: float | Tensor,
+        masters: Sequence[Tensor] | None = None,
+    ) -> None:
         self.grads, self.scale = list(grads), scale
+        self._models = self.grads if masters is None else masters
         self.clip: Tensor | None = None
         self.versions = list(map(VERSION, self.grads))
 
@@ -47,7 +55,8 @@ class UnscaledLater:
         """
         self.refuse_written(rows)
         sources = [self.grads[row] for row in rows]
-        targets = [torch.empty_like(source, dtype=torch.float32) for source in sources]
+        models = [self._models[row] for row in rows]
+        targets = [torch.empty_like(model, dtype=torch.float32) for model in models]
         kernels.unscaler(sources, targets).run(sources, targets, self.scale)
         if self.clip is not None:
             kernels.multiply(targets, self.clip)
@@ -89,7 +98,7 @@ class HalfGradients(UnscaledLater):
     """Half gradients that kernels have checked, and are to step with.
 
     Args:
-        grads, scale: see `UnscaledLater`.
+        grads, scale, masters: see `UnscaledLater`.
         check: what was found in them, and in others checked at the same time.
         rows: their places in the check.
     """
@@ -100,8 +109,9 @@ class HalfGradients(UnscaledLater):
         scale: float | Tensor,
         check: CudaGradCheck,
         rows: Sequence[int],
+        masters: Sequence[Tensor] | None = None,
     ) -> None:
-        super().__init__(grads, scale)
+        super().__init__(grads, scale, masters)
         self._check, self._checked_as = check, list(rows)
 
     def squares(self) -> list[Tensor]:
@@ -117,12 +127,13 @@ class LargeInHalf:
     Args:
         grads: fp32, or half and multiplied by ``scale``.
         scale: the loss scale.
+        masters: of which these are gradients, see `UnscaledLater`.
     """
 
     is_half = True
 
-    def __init__(self, grads: Sequence[Tensor], scale: float) -> None:
-        self._grads = list(grads)
+    def __init__(self, grads: Sequence[Tensor], scale: float, masters: Sequence[Tensor]) -> None:
+        self._grads, self._masters = list(grads), masters
         large = [row for row, grad in enumerate(grads) if grad.dtype in HALVES]
         self._places = {row: place for place, row in enumerate(large)}
         self._large = UnscaledLater([grads[row] for row in large], scale)
@@ -150,11 +161,15 @@ class LargeInHalf:
         """See `UnscaledLater.make`."""
         places = self._places
         self._large.refuse_written([places[row] for row in rows if row in places])
-        grads = [self._grads[row] for row in rows]
-        return [
-            self._unscaled(grad) if row in places else grad
-            for row, grad in zip(rows, grads, strict=True)
-        ]
+        made = []
+        for row in rows:
+            grad = self._grads[row]
+            if row in places:
+                master = self._masters[row]
+                lies_alike = grad.stride() == master.stride()
+                grad = self._unscaled(grad, None if lies_alike else torch.empty_like(master))
+            made.append(grad)
+        return made
 
     def _unscaled(self, half: Tensor, into: Tensor | None = None) -> Tensor:
         # The bits of `kernels.unscaler`, in one pass: times one number, not 0-dim, it is fp32.

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import repeat
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from .tensor_lists import fills_memory
@@ -59,6 +60,15 @@ def lie_alike(tensors: Sequence[Tensor]) -> bool:
     """Return whether tensors have one shape and fill their memory in one order: cut as one."""
     layouts = {(tensor.shape, tensor.stride()) for tensor in tensors}
     return len(layouts) == 1 and fills_memory(tensors[0])
+
+
+def in_order_of(model: Tensor, tensor: Tensor) -> Tensor:
+    """Return a tensor in the order of memory of another of its shape: itself, or else a copy."""
+    stride = torch.empty_like(model, device="meta").stride()  # without the gaps of ``model``
+    if tensor.stride() == stride:
+        return tensor
+    laid = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
+    return laid.copy_(tensor)
 
 
 def cut(tensor: Tensor, length: int) -> Iterator[Tensor]:

@@ -87,6 +87,7 @@ class OptimizerBackward:
         else:
             masters = self.masters
             self.gradients = Gradients(lazy, masters.own_gradients, masters.count_data_reads)
+            masters.call_when_reordered(self.gradients.forget_buffers)
         self.clipped = ClippedGradients(optimizer, held, self.gradients, fused)
         self._foreign = ForeignGradients()
         self.current = CurrentPass(held, self.gradients, skip)

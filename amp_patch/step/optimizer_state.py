@@ -57,6 +57,7 @@ class OptimizerState:
         if held.masters is not None:
             # makes masters of parameters that were unfrozen, for torch loads state in their dtype
             self._call_before_loads(optimizer, held.pairs)
+            self._call_after_loads(optimizer, held.masters.follow_loaded_state)
             drop = _weakly(self._drop_reads)
             hook = optimizer.register_state_dict_pre_hook(lambda _: drop())
             self._undo.append(hook.remove)

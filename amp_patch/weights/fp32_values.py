@@ -10,6 +10,7 @@ A half buffer has a value as well, where half precision cannot hold it.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from itertools import chain
 from typing import Any
@@ -95,6 +96,7 @@ class FP32Values:
         entry.note_equal()
         if versions is not None and known is not None and _share_memory(known.value, value):
             entry.noted += known.noted
+            entry.others = [weakref.ref(known.value), *known.others]
         self._values[param] = entry
         self._came_in.pop(param, None)  # it is trained now
 
@@ -141,6 +143,14 @@ class FP32Values:
         """Return the very tensor that holds a parameter's value, a master say; None without."""
         entry = self._values.get(param)
         return None if entry is None else entry.value
+
+    def masters_of(self, param: Tensor) -> list[Tensor]:
+        """Return what has held a parameter's value in one memory, the masters of optimizers say."""
+        entry = self._values.get(param)
+        if entry is None:
+            return []
+        alive = (reference() for reference in entry.others)
+        return [entry.value, *(one for one in alive if one is not None)]
 
     def params_by_value(self) -> dict[int, Tensor]:
         """Return each parameter by the id of the very tensor that holds its value, a master say."""

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from amp_patch.casting.mode import HALVES
 from amp_patch.distributed.shards import is_spread, local, same_numbers, set_data, version_of
 
+from .followed_memory import FollowedMemory
 from .fp32_values import FP32Values
 from .lazy_gradients import LazyGradients
 from .own_gradients import OwnGradients
@@ -26,7 +27,6 @@ from .parameter_lists import (
     listed,
     look_up,
     store_grad,
-    stored_grad,
     stored_grads,
 )
 from .stepped_state import SteppedState
@@ -50,6 +50,7 @@ class MasterPairs:
         param_by_id: the half parameter of each master, by the master's id.
         versions: noted of each pair.
         own_gradients: those of masters that no script has written.
+        memory: has the masters lie as their half parameters do.
         are_spread: whether any is a DTensor.
     """
 
@@ -69,6 +70,7 @@ class MasterPairs:
         self.param_by_id: dict[int, Tensor] = {}
         self.versions = Versions()
         self.own_gradients = OwnGradients()
+        self.memory = FollowedMemory(values, self._state, self.own_gradients, lazy)
         self.are_spread = False
 
     def __len__(self) -> int:
@@ -135,6 +137,7 @@ class MasterPairs:
             self.param_by_id.pop(id(master), None)
             self._state.move(master, param)
         self.versions.drop_after(count)
+        self.memory.drop_after(count)
         self.params, self.masters = listed(self.params[:count]), listed(self.masters[:count])
 
     def _make(self, param: Tensor) -> Tensor:
@@ -157,6 +160,8 @@ class MasterPairs:
         self.param_by_id[id(master)] = param
         self._values.set(param, master, self.versions, len(self.masters) - 1)
         self._state.move(param, master)
+        if not self.are_spread:
+            self.memory.add(param, master)
         return master
 
     def local_params(self) -> list[Tensor]:
@@ -210,15 +215,17 @@ class MasterPairs:
             if now == before and grad is None and id(master) not in used
         ]
 
-    def follow_devices(self) -> None:
-        """``model.to(device)`` after initialize moves the parameters: masters and state follow."""
-        for param, master in self:
-            if master.device != param.device:
-                grad = stored_grad(master)  # one that waits is on the parameter's device
-                store_grad(master, None)
-                set_data(master, master.data.to(param.device))
-                store_grad(master, None if grad is None else grad.to(param.device))
-                self._state.follow_device(master)
+    def follow_memory(self) -> None:
+        """Bring masters to where their parameters were moved to, see `FollowedMemory`."""
+        self.memory.follow_devices(self.params, self.masters)
+        if not self.are_spread:
+            self.memory.follow_orders(self.params, self.masters)
+
+    def follow_loaded_state(self) -> None:
+        """A state was loaded, from before parameters were given another order, perhaps."""
+        if not self.are_spread:
+            for master in self.masters:
+                self._state.follow_order(master)
 
     def follow_shapes(self) -> None:
         """Masters follow parameters of another shape, after ``p.data = t``, that no step took."""
@@ -270,6 +277,7 @@ class MasterPairs:
         self.masters.clear()
         self.versions.clear()
         self.param_by_id.clear()
+        self.memory.drop_after(0)
 
 
 def _given_back(param: Tensor, master: Tensor, is_held: bool) -> Tensor | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -115,6 +116,15 @@ class MasterWeights:
         """Undo `replace` for all masters but the first ``count``, which no group holds."""
         self._pairs.drop_after(count)
 
+    def follow_loaded_state(self) -> None:
+        """See `MasterPairs.follow_loaded_state`."""
+        self._pairs.follow_loaded_state()
+
+    def call_when_reordered(self, method: Callable[[], object]) -> None:
+        """Have a method called where masters lie in another order of memory; it is held weakly."""
+        reference: Any = weakref.WeakMethod(method)
+        self._pairs.memory.when_reordered = lambda: (call := reference()) and call()
+
     def clear_grads(self) -> None:
         """Drop the masters' gradients; those of the parameters go before the next backward."""
         clear_grads(self._pairs.masters)
@@ -161,6 +171,7 @@ class MasterWeights:
             return
         self._moves = self._values.moves
         self._rounding.count_moved()
+        self._pairs.follow_memory()  # first, for it gives each a memory of its own
         before = self._pairs.places()
         self._ties.follow(list(self._pairs), self._pairs.agree)
         if self._pairs.places() != before:

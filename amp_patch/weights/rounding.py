@@ -68,7 +68,7 @@ class Rounding:
             places = list(map(Tensor.data_ptr, params))
         known = self._values.loads, self._values.moves, places
         if self.comparison is None or known != self._known:
-            self._pairs.follow_devices()
+            self._pairs.follow_memory()
             self._known = known
             masters = self._pairs.local_masters()
             self._moved.note_places()

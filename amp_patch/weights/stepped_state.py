@@ -11,8 +11,11 @@ import weakref
 from collections.abc import Iterable, Iterator, MutableMapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from amp_patch.kernels.strips import in_order_of
 
 #: So many other names may stand before the first parameter in what a state has under a name.
 _FEW = 64
@@ -60,11 +63,26 @@ class SteppedState:
 
     def follow_device(self, stepped: Tensor) -> None:
         """Bring what has the shape of a tensor to the device that it was moved to."""
+        for own, key, value in self._alike(stepped):
+            own[key] = value.to(stepped.device)
+
+    def follow_order(self, stepped: Tensor) -> None:
+        """Bring what has the shape of a tensor to its order of memory.
+
+        torch's fused kernels go through both as they lie: on a CPU without a look, on a GPU they
+        raise where the orders are two.
+        """
+        for own, key, value in self._alike(stepped):
+            if value.layout is torch.strided and value.stride() != stepped.stride():
+                own[key] = in_order_of(stepped, value)
+
+    def _alike(self, stepped: Tensor) -> Iterator[tuple[dict[Any, Any], Any, Tensor]]:
+        """Yield what optimizers keep for a tensor in its shape: a dict, a key in it, the value."""
         for optimizer in self._alive():
-            own = optimizer.state.get(stepped, {})
-            for key, value in own.items():
+            own: dict[Any, Any] = optimizer.state.get(stepped, {})
+            for key, value in list(own.items()):
                 if isinstance(value, Tensor) and value.shape == stepped.shape:
-                    own[key] = value.to(stepped.device)
+                    yield own, key, value
 
     def _alive(self) -> Iterator[Optimizer]:
         for reference in self._optimizers:

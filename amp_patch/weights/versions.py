@@ -5,6 +5,7 @@ Knows tensors by their numbers in lists; no optimizer, and not what follows from
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -110,13 +111,15 @@ class NotedValue:
         value: fp32; the master itself where an optimizer steps one.
         noted: where its versions are noted, and its index there. Where two optimizers step the
             parameter both have noted them: it was written to only if its version is neither's.
+        others: masters of the same memory that came before.
     """
 
-    __slots__ = ("noted", "value")
+    __slots__ = ("noted", "others", "value")
 
     def __init__(self, value: Tensor) -> None:
         self.value = value
         self.noted: list[tuple[Versions, int]] = []
+        self.others: list[weakref.ref[Tensor]] = []
 
     def note_equal(self) -> None:
         """The parameter equals the value now."""

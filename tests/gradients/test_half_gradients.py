@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from amp_patch.gradients.half_gradients import HalfGradients
+from amp_patch.gradients.half_gradients import HalfGradients, LargeInHalf, UnscaledLater
 
 SCALE = 1024.0
 
@@ -64,3 +64,11 @@ def test_a_write_is_refused_for_the_rows_that_it_went_to(scaled: list[Tensor]) -
         grads.make([0, 1])
     with pytest.raises(RuntimeError, match="got 1 of 3 written to in place"):
         grads.refuse_written([0, 1, 2])
+
+
+def test_what_is_unscaled_lies_as_the_masters() -> None:
+    half, master = torch.ones(2, 4, dtype=torch.float16), torch.zeros(4, 2).t()
+    for source in (UnscaledLater([half], SCALE, [master]), LargeInHalf([half], SCALE, [master])):
+        (made,) = source.make([0])
+        assert made.stride() == master.stride()
+        assert torch.equal(made, half.float() / SCALE)
