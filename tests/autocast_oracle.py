@@ -253,7 +253,8 @@ def operator_name(name: str) -> str:
 
 
 def _names(op: OpInfo) -> list[str]:
-    return [op.name, *(alias.name for alias in op.aliases)]
+    # torch has aliases of igamma with "torch." before them
+    return [op.name, *(alias.name.removeprefix("torch.") for alias in op.aliases)]
 
 
 def operator_names(op: OpInfo) -> list[str]:

@@ -298,14 +298,31 @@ NO_HALF_ON_CPU = frozenset(
     }
 )
 
-# The same for older versions of torch: the one named got the kernels, or removed the function.
+# The reverse: half kernels on the CPU alone. A model is to compute alike on both, so these are in
+# float32 on every device.
+NO_HALF_ON_CUDA = frozenset(
+    {
+        "angle",
+        "histc",
+        "igamma",
+        "igammac",
+        "special_gammainc",
+        "special_gammaincc",
+    }
+)
+
+# As `NO_HALF_ON_CPU` for older versions: the one named got the kernels.
 NO_HALF_ON_CPU_BEFORE = {
-    "cholesky": (2, 14),
     "logcumsumexp": (2, 9),
-    "qr": (2, 14),
     "special_i1": (2, 15),
     "special_i1e": (2, 15),
     "trace": (2, 13),
+}
+
+# As `NO_HALF`: the version named removed the function.
+NO_HALF_BEFORE = {
+    "cholesky": (2, 14),
+    "qr": (2, 14),
 }
 
 # Operators of the lists above that have no half kernel either, on no device or not on the CPU. A
@@ -401,6 +418,8 @@ def rules() -> dict[str, str]:
     """Return the rule of every operator that has one in some version of torch, by its name."""
     return {
         **dict.fromkeys(NO_HALF, "no_half"),
+        **dict.fromkeys(NO_HALF_ON_CUDA, "no_half"),
+        **dict.fromkeys(NO_HALF_BEFORE, "no_half"),
         **dict.fromkeys(NO_HALF_ON_CPU, "float_on_cpu"),
         **dict.fromkeys(NO_HALF_ON_CPU_BEFORE, "float_on_cpu"),
         **COMPOSITES,

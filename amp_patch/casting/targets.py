@@ -136,7 +136,8 @@ def rule_targets() -> Mapping[str, str]:
     as autocast does, except on the CPU, where it is 'float_on_cpu'.
     """
     running = tuple(map(int, torch.__version__.split(".")[:2]))
-    outdated = {op for op, version in rules.NO_HALF_ON_CPU_BEFORE.items() if version <= running}
+    before = rules.NO_HALF_ON_CPU_BEFORE | rules.NO_HALF_BEFORE
+    outdated = {op for op, version in before.items() if version <= running}
     ruled = {op: rule for op, rule in rules.rules().items() if op not in outdated}
     found = {path: rule for op, rule in ruled.items() for path in _paths(op)}
     return types.MappingProxyType(found)
