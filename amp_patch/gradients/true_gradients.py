@@ -59,6 +59,8 @@ class TrueGradients:
             node: Any = get_gradient_edge(param).node
             divide = functools.partial(self._divide, id(param))
             self._hooks.append((node, node.register_prehook(divide)))
+        if self._hooks:
+            _stash(_OF_THREAD, self._thread)
 
     def end(self) -> None:
         """The block is over."""
@@ -78,8 +80,8 @@ class TrueGradients:
     def _divide(self, key: int, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
         if not self.is_on or key not in self._kept:
             return None
-        if grads[0].is_cpu and threading.get_ident() != self._thread:
-            return None  # a backward of another thread, which runs in that on a CPU
+        if not (_is_stashed(_OF_THREAD) and _stashed(_OF_THREAD) == self._thread):
+            return None  # a backward of another thread
         if not self._is_any(key):
             del self._kept[key]  # cleared
             return None
@@ -110,3 +112,10 @@ class TrueGradients:
         scale = self._scale
         true = grad / (scale.to(grad.device) if isinstance(scale, Tensor) else scale)
         return true if true.is_sparse else torch.where(true.isfinite().all(), true, 0.0)
+
+
+#: What a thread stashes under a name its backwards find, also where they run in threads of torch's,
+#: as those of a GPU do, and those that call backwards themselves.
+_OF_THREAD = "amp_patch.thread"
+_stash, _stashed = torch._C._stash_obj_in_tls, torch._C._get_obj_in_tls
+_is_stashed = torch._C._is_key_in_tls

@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from amp_patch.gradients import true_gradients
 from amp_patch.gradients.true_gradients import TrueGradients
@@ -22,9 +23,7 @@ def param() -> nn.Parameter:
 
 
 @pytest.mark.parametrize("scale", [8.0, torch.tensor(8.0)])
-def test_what_is_added_is_divided_until_the_end(
-    param: nn.Parameter, scale: float | torch.Tensor
-) -> None:
+def test_what_is_added_is_divided_until_the_end(param: nn.Parameter, scale: float | Tensor) -> None:
     true = TrueGradients(scale)
     true.keep([param])
     assert true.is_as_it_was(param)
@@ -57,7 +56,7 @@ def test_what_is_cleared_is_true_no_more(param: nn.Parameter, set_to_none: bool)
 
 @pytest.mark.parametrize("clear", [torch.zero_, None])
 def test_what_is_cleared_between_two_backwards_of_the_block_is_true_no_more(
-    param: nn.Parameter, clear: Callable[[torch.Tensor], object] | None
+    param: nn.Parameter, clear: Callable[[Tensor], object] | None
 ) -> None:
     true = TrueGradients(8.0)
     true.keep([param])
@@ -171,6 +170,41 @@ def test_a_backward_of_another_thread_adds_all_of_it(param: nn.Parameter) -> Non
     assert param.grad.tolist() == [5.0, 5.0]
 
 
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_backward_is_of_who_called_it_whatever_thread_runs_it(
+    param: nn.Parameter, is_own: bool
+) -> None:
+    """A GPU's run in a thread of torch's; on a CPU those do that other backwards call, in turn."""
+    ran_in: list[int] = []
+
+    def called(depth: int) -> Tensor:
+        class Nested(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, one: Tensor) -> Tensor:
+                return one.clone()
+
+            @staticmethod
+            def backward(ctx: Any, grad: Tensor) -> Tensor:
+                with torch.enable_grad():
+                    inner = called(depth - 1) if depth else param.sum().mul(8.0)
+                    ran_in.append(threading.get_ident())
+                    inner.backward()
+                return grad
+
+        return Nested.apply(torch.ones((), requires_grad=True))
+
+    true = TrueGradients(8.0)
+    true.keep([param])
+    thread = threading.Thread(target=lambda: called(80).backward())
+    if is_own:
+        called(80).backward()
+    else:
+        thread.start()
+        thread.join()
+    assert ran_in[-1] not in (threading.get_ident(), thread.ident)
+    assert param.grad.tolist() == ([4.0, 4.0] if is_own else [11.0, 11.0])
+
+
 def test_a_parameter_that_is_named_twice_is_divided_once(param: nn.Parameter) -> None:
     true = TrueGradients(8.0)
     true.keep([param, param])
@@ -188,7 +222,7 @@ def test_a_gradient_that_stays_as_it_is_is_looked_at_once(monkeypatch: pytest.Mo
     looks: list[int] = []
     look = true_gradients.are_any
 
-    def noted(grads: list[torch.Tensor | None]) -> list[bool]:
+    def noted(grads: list[Tensor | None]) -> list[bool]:
         looks.append(len(grads))
         return look(grads)
 
