@@ -7,6 +7,7 @@ square is 0 in float16.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
 from amp_patch.warn_once import warn_once
+
+from .wrapped_optimizers import wrapped_by
 
 #: A number up to this one is rounded to 0 in float16.
 ROUNDS_TO_ZERO = 2.0**-25
@@ -23,7 +26,13 @@ def warn_of_eps(optimizer: Optimizer) -> None:
     """Warn, once, where an optimizer is about to divide by 0.
 
     Of one that is not torch's its state tells, which may be in float32: see `watch_first_step`.
+    What it wraps steps its groups.
     """
+    for one in (optimizer, *wrapped_by(optimizer)):
+        _warn_of_one(one)
+
+
+def _warn_of_one(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         eps = group.get("eps")
         if not isinstance(eps, float) or eps > ROUNDS_TO_ZERO:
@@ -41,10 +50,10 @@ def warn_of_eps(optimizer: Optimizer) -> None:
 
 
 def watch_first_step(optimizer: Optimizer) -> Callable[[], None]:
-    """Call `warn_of_eps` after the first step of an optimizer that is not torch's.
+    """Call `warn_of_eps` after the first step of what is not torch's, an optimizer or one in it.
 
     Args:
-        optimizer: takes torch's hooks.
+        optimizer: is not asked where it takes none of torch's hooks.
 
     Returns:
         What ends it.
@@ -52,7 +61,13 @@ def watch_first_step(optimizer: Optimizer) -> Callable[[], None]:
     halves = (
         one.dtype is torch.float16 for group in optimizer.param_groups for one in group["params"]
     )
-    if _is_of_torch_optim(optimizer) or not any(halves):
+    steppers = [
+        one
+        for one in (optimizer, *wrapped_by(optimizer))
+        if not _is_of_torch_optim(one)
+        and isinstance(getattr(one, "_optimizer_step_post_hooks", None), OrderedDict)
+    ]
+    if not steppers or not any(halves):
         return lambda: None
     has_looked = False
 
@@ -63,7 +78,13 @@ def watch_first_step(optimizer: Optimizer) -> Callable[[], None]:
             has_looked = True
             warn_of_eps(stepped)
 
-    return optimizer.register_step_post_hook(look).remove
+    handles = [one.register_step_post_hook(look) for one in steppers]
+
+    def remove() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return remove
 
 
 def _is_of_torch_optim(optimizer: Optimizer) -> bool:

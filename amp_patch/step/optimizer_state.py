@@ -50,6 +50,8 @@ class OptimizerState:
         self._masters = held.masters
         self._stored_in: dict[Tensor, torch.dtype] = {}  # before the parameters are restored
         self._undo: list[Callable[[], None]] = []
+        if held.masters is None and held.steps_halves:
+            self._undo.append(watch_first_step(optimizer))
         if not takes_hooks(optimizer, "_optimizer_load_state_dict_post_hooks"):
             return
         if holder is not None:
@@ -63,8 +65,6 @@ class OptimizerState:
             self._undo.append(hook.remove)
         else:  # a state that another optimizer has saved may bring another eps
             self._undo.append(optimizer.register_load_state_dict_post_hook(warn_of_eps).remove)
-            if held.steps_halves:
-                self._undo.append(watch_first_step(optimizer))
 
     def remove(self) -> None:
         """Undo all of it but `match`."""

@@ -22,6 +22,7 @@ from amp_patch.optimizers.device_flag import must_be_told, step_by_flag
 from amp_patch.optimizers.direct_step import DirectStep
 from amp_patch.optimizers.fused_by_default import FusedByDefault
 from amp_patch.optimizers.fused_step import FusedStep
+from amp_patch.optimizers.wrapped_optimizers import wrapped_by
 from amp_patch.patching import Patches
 from amp_patch.weights.fp32_values import FP32Values
 from amp_patch.weights.lazy_gradients import LazyGradients
@@ -39,7 +40,6 @@ from .publication import Phase, Publication
 from .replaced_methods import ReplacedMethods, own_methods
 from .skip import Skip
 from .turned_half import turn_to_fp32
-from .wrapped_optimizers import wrapped_by
 from .zero_grad import ZeroGrad
 from .zero_shares import ZeroShares
 

@@ -19,6 +19,7 @@ from amp_patch.distributed.shards import any_spread
 from amp_patch.levels import OptLevel
 from amp_patch.optimizers.groups import params_of
 from amp_patch.optimizers.registry import refuse_unknown
+from amp_patch.optimizers.wrapped_optimizers import wrapped_by
 from amp_patch.patching import Patches
 from amp_patch.scaling.loss_scaler import LossScaler
 from amp_patch.scaling.scale_rule import ScaleRule
@@ -33,7 +34,6 @@ from .optimizer_step import OptimizerStep
 from .replaced_methods import bases_without_hooks
 from .shared_scalers import SharedScalers
 from .skip import Pending
-from .wrapped_optimizers import wrapped_by
 
 #: Returns the ids of the leaves that a backward reaches; its graph is looked through once.
 Reached = Callable[[], set[int]]

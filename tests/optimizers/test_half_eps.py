@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import inspect
 import math
 import warnings
@@ -115,6 +116,48 @@ def test_of_an_optimizer_that_is_not_torchs_its_state_tells(
     assert told == [False, becomes_nan, False]
     assert looks == [optimizer]
     assert len(steps) == 2
+
+
+class Wrapper(Optimizer):
+    """Steps by another, as Lookahead of timm does: that one keeps the state."""
+
+    def __init__(self, base: Optimizer) -> None:
+        self.base, self.param_groups, self.defaults = base, base.param_groups, base.defaults
+        self.state = collections.defaultdict(dict)
+        for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+            setattr(self, name, collections.OrderedDict())
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]  # torch overloads it
+        return self.base.step(closure)
+
+
+@pytest.mark.parametrize("kind", [Adam, RMSprop])
+def test_it_warns_of_what_a_wrapper_steps_by(amp: ModuleType, kind: type[Optimizer]) -> None:
+    def wrapped(params: Any, **options: Any) -> Optimizer:
+        return Wrapper(kind(params, **options))
+
+    model = nn.Linear(2, 2)
+    with pytest.warns(UserWarning, match=rf"got {kind.__name__} with eps=1e-08, which is 0 there"):
+        amp.initialize(model, wrapped(model.parameters()), opt_level="O3", verbosity=0)
+    amp.deactivate()
+    assert not warns(amp, wrapped, "O3", eps=1e-4)  # type: ignore[arg-type]  # makes one
+    assert not warns(amp, wrapped, "O2")  # type: ignore[arg-type]  # makes one
+
+
+@pytest.mark.parametrize("state_dtype", [None, torch.float32])
+def test_of_one_in_a_wrapper_that_is_not_torchs_its_state_tells(
+    amp: ModuleType, state_dtype: torch.dtype | None
+) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = Wrapper(Own(model.parameters(), state_dtype))
+    amp.initialize(model, optimizer, opt_level="O3", verbosity=0)
+    with amp.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.step()
+    told = [one for one in caught if "got Own with eps=1e-08" in str(one.message)]
+    assert len(told) == (state_dtype is None)
 
 
 class Listing(Own):

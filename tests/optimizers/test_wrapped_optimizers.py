@@ -339,6 +339,7 @@ def test_an_unfinished_optimizer_that_another_holds_is_left_alone(amp: ModuleTyp
     assert vars(training.optimizer.later) == {}
 
 
+@pytest.mark.filterwarnings("ignore:an optimizer that steps float16 weights needs an eps")
 @pytest.mark.parametrize("level", ["O1", "O2", "O3", "O5"])
 def test_the_state_of_the_wrapped_optimizer_is_kept(amp: ModuleType, level: str) -> None:
     training = Training(Lookahead)  # by Adagrad
