@@ -407,7 +407,7 @@ def _read_state(
     if metadata.get("assign_to_params_buffers") and session.models.holds(module):
         raise RuntimeError(
             "load_state_dict() must copy into the parameters that amp.initialize() cast, for the "
-            "optimizer steps masters of these; got assign=True. Leave it out, or call "
+            "optimizer steps these, or masters of these; got assign=True. Leave it out, or call "
             "amp.deactivate() first."
         )
     session.store.read_state(module, state, prefix)

@@ -262,12 +262,16 @@ def test_another_number_of_scalers_is_printed_unless_verbosity_is_0(
     assert amp.loss_scale() == (4.0 if state else 65536.0)
 
 
-def test_assign_is_refused_where_the_optimizer_steps_masters(amp: ModuleType) -> None:
-    model, _ = amp.initialize(*training.build("sgd", seed=0), opt_level="O2", verbosity=0)
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_assign_is_refused_where_the_optimizer_steps_what_was_cast(
+    amp: ModuleType, level: str
+) -> None:
+    """Or, at O2, masters of it."""
+    model, _ = amp.initialize(*training.build("sgd", seed=0), opt_level=level, verbosity=0)
     state = model.state_dict()
     message = (
         r"load_state_dict\(\) must copy into the parameters that amp.initialize\(\) cast, for the "
-        r"optimizer steps masters of these; got assign=True. Leave it out, or call "
+        r"optimizer steps these, or masters of these; got assign=True. Leave it out, or call "
         r"amp.deactivate\(\) first."
     )
     with pytest.raises(RuntimeError, match=message):
