@@ -179,8 +179,9 @@ class LibraryFunctions:
                 if owner is Tensor:
                     wrapper.traced = wrap(calling(name), rule)
                 patches.replace(owner, name, wrapper)
-                if owner is module:
+                if owner is module or owner is Tensor:  # a method of Tensor's is of a base class
                     as_if_defined_at(wrapper, f"{module.__name__}.{path}")
+                if owner is module:
                     replaced[id(original)] = original, wrapper
         return replaced
 

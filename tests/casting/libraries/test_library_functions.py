@@ -762,3 +762,27 @@ def test_what_has_no_half_kernel_on_the_cpu_alone_is_computed_in_float32_there(
     tolerance = 16 * torch.finfo(HALF_OF[level]).eps
     torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
     assert model.conv.weight.grad.isfinite().all()
+
+
+def is_pickled(function: Any) -> bool:
+    try:
+        return pickle.loads(pickle.dumps(function)) is function
+    except (pickle.PicklingError, AttributeError, RuntimeError, TypeError):
+        return False
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize(
+    "owner", [Tensor, torch, F, torch.linalg, torch.fft, torch.autograd, torch.autograd.graph]
+)
+def test_what_torch_has_of_functions_is_pickled_as_before(
+    amp: ModuleType, level: str, owner: Any
+) -> None:
+    """By the places where a script finds them: arguments of a pool's functions may be some."""
+    names = [name for name in dir(owner) if callable(getattr(owner, name))]
+    before = {name: pickled for name in names if is_pickled(pickled := getattr(owner, name))}
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    replaced = {name for name, one in before.items() if getattr(owner, name) is not one}
+    assert {name for name in replaced if not is_pickled(getattr(owner, name))} == set()
