@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from itertools import chain
 from typing import Any
@@ -74,6 +75,7 @@ class FP32Values:
         self.writes.clear()
         self._alike = AlikeValues()
         self._state_of = 0  # the id of the model whose state dict is being made
+        self._state: weakref.ref[Any] | None = None  # that state dict, once a module has written
         self._values: MutableMapping[Tensor, NotedValue] = WeakTensorKeyDictionary()
         self._came_in: MutableMapping[Tensor, torch.dtype] = WeakTensorKeyDictionary()
         self._stored: MutableMapping[Tensor, None] = WeakTensorKeyDictionary()
@@ -310,7 +312,7 @@ class FP32Values:
         On a device each comparison would be waited for. Not buffers, of whose ``.data`` nobody
         tells who reads it.
         """
-        self._state_of = 0  # one that raised may have left it
+        self._state_of, self._state = 0, None  # one that raised may have left them
         if _is_exporting():
             return
         modules = list(model.modules())
@@ -327,8 +329,7 @@ class FP32Values:
 
     def write_state(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
         """Put the values of what was converted in ``module`` itself into a state dict."""
-        # where `begin_state` has begun it, the state dict of a whole model, it has asked both
-        if not self._state_of:
+        if not self._has_begun(state):
             if _is_exporting():
                 return
             self.handed_out.take_over([module])
@@ -343,8 +344,14 @@ class FP32Values:
                 if is_saved_by_ranks:
                     self.handed_out.note(module, value)
         if id(module) == self._state_of:  # the last one
-            self._state_of = 0
+            self._state_of, self._state = 0, None
             self._alike.clear()
+
+    def _has_begun(self, state: dict[str, Any]) -> bool:
+        """Return whether `begin_state` has asked for all modules what else each has to ask."""
+        if self._state_of and self._state is None and isinstance(state, OrderedDict):
+            self._state = weakref.ref(state)
+        return self._state is not None and self._state() is state
 
     def _hand_out(self, module: nn.Module, tensor: Tensor, keeps: bool) -> Tensor:
         """Return the value of a half tensor for a state dict, and note it.

@@ -387,3 +387,26 @@ def test_a_layer_that_compares_numbers_is_in_state_dicts(amp: ModuleType, level:
         model[1].state_dict()
         model.load_state_dict(state)
         model(X)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_after_a_state_dict_that_raised_writes_to_those_of_parts_are_found(
+    amp: ModuleType, level: str
+) -> None:
+    """What a whole state dict has asked for all modules it has not for later ones of parts."""
+
+    def refuse(*_: object) -> None:
+        raise ValueError("no state")
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    hook = model[1]._register_state_dict_hook(refuse)
+    with pytest.raises(ValueError, match="no state"):
+        model.state_dict()
+    hook.remove()
+    with torch.no_grad():
+        model[0].weight.mul_(2)  # so that a state dict gets a copy
+    model[0].state_dict()["weight"].data.fill_(5.0)
+    assert model[0].state_dict()["weight"].eq(5.0).all()
+    assert model[0].weight.eq(5.0).all()
