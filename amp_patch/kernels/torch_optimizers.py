@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, _foreach_lerp_  # torch's own: `averages` replaces it later
 
+from .strips import in_order_of
+
 Tensors = tuple[Tensor, ...] | list[Tensor]
 
 
@@ -78,22 +80,40 @@ def fused_adam(
         found_inf: float32, one element on that device; not 0: nothing changes.
     """
     kernel: Any = torch._fused_adamw_ if decoupled else torch._fused_adam_
-    kernel(
-        params,
-        grads,
-        exp_avgs,
-        exp_avg_sqs,
-        max_exp_avg_sqs,
-        steps,
-        lr=lr,
-        beta1=betas[0],
-        beta2=betas[1],
-        weight_decay=weight_decay,
-        eps=eps,
-        amsgrad=bool(max_exp_avg_sqs),
-        maximize=maximize,
-        found_inf=found_inf,
-    )
+    numbers = {
+        "lr": lr,
+        "beta1": betas[0],
+        "beta2": betas[1],
+        "weight_decay": weight_decay,
+        "eps": eps,
+        "amsgrad": bool(max_exp_avg_sqs),
+        "maximize": maximize,
+        "found_inf": found_inf,
+    }
+    averages = exp_avgs, exp_avg_sqs, max_exp_avg_sqs
+    try:
+        kernel(params, grads, *averages, steps, **numbers)
+    except RuntimeError:  # on a GPU, before anything was written
+        laid = _lay_alike(params, grads, averages)
+        if laid is None:
+            raise
+        kernel(params, laid, *averages, steps, **numbers)
+
+
+def _lay_alike(params: Tensors, grads: Tensors, averages: Sequence[Tensors]) -> Tensors | None:
+    """Bring averages to their parameters' order of memory; return gradients in it.
+
+    None where all lie so, and it is something else that a kernel has refused.
+    """
+    laid = list(map(in_order_of, params, grads))
+    found = any(map(operator.is_not, laid, grads))
+    for kept in averages:
+        for param, average in zip(params, kept, strict=False):  # amsgrad's may be none
+            new = in_order_of(param, average)
+            if new is not average:
+                found = True
+                average.set_(new)  # type: ignore[call-overload]  # mypy knows storages alone
+    return laid if found else None
 
 
 def fused_sgd(

@@ -232,6 +232,50 @@ def test_what_the_kernel_refuses_is_stepped_as_torch_does(amp: ModuleType, kind:
     torch.testing.assert_close(*outcomes, rtol=0, atol=0)
 
 
+def as_on_gpu(kernel: Any) -> Any:
+    """Return torch's kernel with the look that it has on a GPU."""
+
+    def looking(*lists: Any, **options: Any) -> Any:
+        for row in zip(*lists[: 5 if options["amsgrad"] else 4], strict=True):
+            if len({one.stride() for one in row}) != 1:
+                raise RuntimeError("must have same dtype, device, and layout")
+        return kernel(*lists, **options)
+
+    return looking
+
+
+@pytest.mark.usefixtures("on_gpu")
+@pytest.mark.parametrize("level", ["O1", "O4", "O5"])
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("kind", ["channels_last", "gradient"])
+def test_another_order_of_memory_trains_on(
+    amp: ModuleType, monkeypatch: pytest.MonkeyPatch, level: str, name: str, kind: str
+) -> None:
+    for kernel in ("_fused_adamw_", "_fused_adam_"):
+        monkeypatch.setattr(torch, kernel, as_on_gpu(getattr(torch, kernel)))
+    outcomes = []
+    for is_reordered in (True, False):
+        torch.manual_seed(0)
+        model = nn.Conv2d(4, 8, 2)
+        optimizer = MAKERS[name](model.parameters())
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        for _ in range(3):
+            optimizer.zero_grad()
+            # gradients that are the same in any order
+            loss = sum((one.float() * one.numel()).sum() for one in model.parameters())
+            scaled_backward(amp, loss, optimizer)
+            if is_reordered and kind == "gradient":
+                param = optimizer.param_groups[0]["params"][0]
+                param.grad = param.grad.contiguous(memory_format=torch.channels_last)
+            optimizer.step()
+            assert fused_of(optimizer) == [True]
+            if is_reordered and kind == "channels_last":
+                model.to(memory_format=torch.channels_last)
+        outcomes.append(optimizer.param_groups[0]["params"][0].detach().clone())
+        amp.deactivate()
+    torch.testing.assert_close(*outcomes, check_stride=False)
+
+
 @pytest.mark.usefixtures("on_gpu")
 def test_counters_of_a_capturable_group_stay_on_its_device() -> None:
     param = nn.Parameter(torch.ones(2, device="meta"))
