@@ -191,7 +191,19 @@ def _untrained_tensors(trained: set[int], untrained: set[int]) -> Iterator[Tenso
     """
     tensors = [one for one in instances(Tensor) if type(one) in (Tensor, nn.Parameter)]
     halves = [one for one in tensors if dtype_of(one) in HALVES and one.layout is torch.strided]
-    leaves = {one.data_ptr() for one in halves if one.requires_grad and is_leaf(one)}
-    known = (leaves - untrained) | trained
+    leaves = {_address(one) for one in halves if one.requires_grad and is_leaf(one)}
+    known = (leaves - untrained) | trained | {None}
     plain = (one for one in halves if not one.requires_grad or is_leaf(one))
-    return (one for one in plain if one.data_ptr() not in known)
+    return (one for one in plain if _address(one) not in known)
+
+
+def _address(tensor: Tensor) -> int | None:
+    """Return where a tensor is.
+
+    None where torch refuses to say: a result of ``torch.compile(mode="reduce-overhead")``, whose
+    memory a later call has written to.
+    """
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:
+        return None

@@ -413,3 +413,11 @@ def test_nothing_is_kept_of_models_that_were_dropped_before_the_first_look(amp: 
         prepared(amp, "O2")
         gc.collect()
     assert len(session.guard.plain_averages._followed) == 1
+
+
+def test_what_lets_nobody_read_it_is_passed_by(amp: ModuleType) -> None:
+    """As a result of a CUDA graph of ``torch.compile``, once a later call has overwritten it."""
+    overwritten = torch.ones(4, 4, dtype=torch.half)
+    torch._C._set_throw_on_mutable_data_ptr(overwritten)
+    assert len(steps_with(amp, "O2", shadow_in_place)) == 1
+    assert overwritten.shape == (4, 4)
