@@ -23,6 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from amp_patch.casting.mode import HALVES
 from amp_patch.distributed.process_groups import is_on
 from amp_patch.distributed.shards import detached, is_spread, place, same_numbers, version_of
+from amp_patch.kernels.graph_capture import captures
 from amp_patch.kernels.without_grad import without_grad
 
 from .alike_values import AlikeValues
@@ -123,7 +124,7 @@ class FP32Values:
             return
         if _is_elsewhere(param, new):
             self.moves += 1
-            if _are_comparable(param, new) and not torch.equal(param.detach(), new.detach()):
+            if _are_comparable(param, new) and not _are_surely_equal(param, new):
                 self.note_write(param)
 
     def note_write(self, param: Tensor) -> None:
@@ -444,6 +445,13 @@ def _are_comparable(param: Tensor, new: Tensor) -> bool:
         and not param.is_meta
         and param.untyped_storage().nbytes() > 0
     )
+
+
+def _are_surely_equal(param: Tensor, new: Tensor) -> bool:
+    """Return whether two have the same numbers; False in a captured step, where no host waits."""
+    if captures.are_made(param.device):
+        return False
+    return torch.equal(param.detach(), new.detach())
 
 
 def _fits(value: Tensor, param: Tensor) -> bool:

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from amp_patch.kernels.graph_capture import captures
 from amp_patch.weights import fp32_values
 from amp_patch.weights.fp32_values import FP32Values
 from amp_patch.weights.versions import Versions
@@ -315,3 +316,15 @@ def test_a_master_lives_in_the_memory_of_the_value_and_has_its_gradient() -> Non
     assert master.data_ptr() == value.data_ptr()
     assert master.tolist() == torch.tensor([2.0, THIRD]).tolist()
     assert master.grad is value.grad
+
+
+def test_a_captured_step_does_not_wait_for_what_data_is_set_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """To compare numbers would end the capture."""
+    values, param, _ = entered()
+    monkeypatch.setattr(captures, "are_made", lambda device: True)
+    monkeypatch.setattr(torch, "equal", None)
+    before = values.version_of(param)
+    values.note_set(param, param.detach().clone())
+    assert values.version_of(param) == before + 1
