@@ -101,6 +101,8 @@ def _is_left_to_torch(group: Mapping[str, Any]) -> bool:
         return False
     if any(isinstance(beta, Tensor) for beta in group["betas"]):
         return False
+    if len(set(map(id, group["params"]))) < len(group["params"]):  # one kernel would step it twice
+        return False
     return all(
         class_of(param) in (Tensor, nn.Parameter) and param.dtype is torch.float32 and ON_GPU(param)
         for param in group["params"]

@@ -232,6 +232,16 @@ def test_what_the_kernel_refuses_is_stepped_as_torch_does(amp: ModuleType, kind:
     torch.testing.assert_close(*outcomes, rtol=0, atol=0)
 
 
+@pytest.mark.usefixtures("on_gpu")
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_group_that_names_a_parameter_twice_is_left_to_torch(amp: ModuleType, level: str) -> None:
+    model = nn.Linear(4, 8)
+    optimizer = AdamW([*model.parameters(), model.bias], lr=0.125)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    assert fused_of(optimizer) == [None]
+
+
 def as_on_gpu(kernel: Any) -> Any:
     """Return torch's kernel with the look that it has on a GPU."""
 
