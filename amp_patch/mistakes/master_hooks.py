@@ -7,18 +7,16 @@ in the dtype of the master. Knows no scale.
 from __future__ import annotations
 
 import functools
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.graph import get_gradient_edge
 
 from amp_patch.casting.mode import HALVES
 from amp_patch.casting.torch_compile import never_trace
-from amp_patch.patching import Patches
+
+from .master_inputs import EdgeOfMaster
 
 _ParamOf = Callable[[Tensor], Tensor]
 
@@ -32,7 +30,6 @@ def replacements(param_of: _ParamOf) -> dict[str, Callable[[Any], Any]]:
     return {
         "torch.autograd.graph.register_multi_grad_hook": functools.partial(_of_several, param_of),
         "torch.autograd.graph.get_gradient_edge": functools.partial(_edge, param_of),
-        "torch.Tensor.expand_as": functools.partial(_expansion, param_of),
     }
 
 
@@ -77,69 +74,12 @@ def _widening_one(fn: Callable[..., Any]) -> Callable[..., Any]:
     return hook
 
 
-class _HandedOn(OrderedDict[int, Callable[..., Any]]):
-    """The hooks of a master's node, each of which its half parameter's node calls as well.
-
-    Args:
-        half: the half parameter.
-    """
-
-    def __init__(self, half: Tensor) -> None:
-        super().__init__()
-        self._node = get_gradient_edge(half).node  # the graph alone does not keep it
-        self._handles: dict[int, Any] = {}
-
-    def __setitem__(self, key: int, hook: Callable[..., Any]) -> None:
-        super().__setitem__(key, hook)
-        self._handles[key] = self._node.register_hook(hook)
-
-    def __delitem__(self, key: int) -> None:
-        super().__delitem__(key)
-        self._handles.pop(key).remove()
-
-
 def _edge(param_of: _ParamOf, original: Callable[..., Any]) -> Callable[..., Any]:
     @never_trace
     @functools.wraps(original)
     def gradient_edge(tensor: Tensor) -> Any:
-        edge = original(tensor)
-        _hand_on(edge.node, tensor, param_of(tensor))
-        return edge
+        half = param_of(tensor)
+        edge = original(half)
+        return edge if half is tensor else EdgeOfMaster.made(edge, tensor)
 
     return gradient_edge
-
-
-def _expansion(param_of: _ParamOf, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Look for ``p.expand_as(p)``, whose graph gives reducers the node of a parameter."""
-
-    @functools.wraps(original)
-    def expand_as(self: Tensor, other: Tensor) -> Any:
-        expanded = original(self, other)
-        if self is other and expanded.grad_fn is not None and self.is_leaf:
-            _hand_on(expanded.grad_fn.next_functions[0][0], self, param_of(self))
-        return expanded
-
-    return expand_as
-
-
-@never_trace
-def _hand_on(node: Any, master: Tensor, half: Tensor) -> None:
-    """From now on hooks that are registered on a master's node are on its half parameter's, too."""
-    if half is master or _KNOWN in node.metadata or not half.requires_grad:
-        return
-    node.metadata[_KNOWN] = True
-    register = Function._register_hook
-
-    def register_hook(hooks: Any, hook: Any) -> Any:
-        return (hook, None) if isinstance(hook, _HandedOn) else register(hooks, hook)
-
-    # torch has it make the dict that the node keeps its hooks in
-    patches = Patches()
-    patches.replace(Function, "_register_hook", staticmethod(register_hook))
-    try:
-        node.register_hook(_HandedOn(half))
-    finally:
-        patches.undo()
-
-
-_KNOWN = "amp_patch hands on its hooks"

@@ -19,6 +19,28 @@ from amp_patch.casting.torch_compile import never_trace
 from amp_patch.step.autograd_graph import leaf_of
 from amp_patch.weights.attached_values import AttachedValue, param_behind
 
+
+class EdgeOfMaster(graph.GradientEdge):
+    """Leads to a half parameter's node, where hooks are called; asked for was its master.
+
+    Attributes:
+        master: the float32 tensor.
+    """
+
+    master: Tensor
+
+    @classmethod
+    def made(cls, edge: graph.GradientEdge, master: Tensor) -> EdgeOfMaster:
+        """Return one.
+
+        Args:
+            edge: leads to the half parameter's node.
+        """
+        made = cls(*edge)
+        made.master = master
+        return made
+
+
 _ParamOf = Callable[[Tensor], Tensor]
 
 #: What every call with ``inputs`` ends in, and the module that has bound it: torch 2.13 and before.
@@ -45,10 +67,15 @@ def listed(inputs: Any) -> list[Any]:
 def with_halves(param_of: _ParamOf, inputs: Iterable[Any]) -> list[Any]:
     """Return ``inputs``, followed by the half parameters of the masters among them.
 
-    Values of ``state_dict(keep_vars=True)`` are the half parameters that they stand for.
+    Values of ``state_dict(keep_vars=True)`` and edges are what they stand for.
     """
-    given = list(map(param_behind, inputs))
+    given = list(map(_behind, inputs))
     return [*given, *(half for _, _, half in _masters(param_of, given))]
+
+
+def _behind(given: Any) -> Any:
+    """Return what one of the ``inputs`` stands for: a master, a half parameter, or itself."""
+    return given.master if isinstance(given, EdgeOfMaster) else param_behind(given)
 
 
 def _masters(param_of: _ParamOf, inputs: Sequence[Any]) -> list[tuple[int, Tensor, Tensor]]:
@@ -64,7 +91,7 @@ def _reaching(param_of: _ParamOf, original: Callable[..., Any]) -> Callable[...,
     @functools.wraps(original)
     def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         given = args[3] if len(args) > 3 else ()
-        inputs = list(map(param_behind, given))
+        inputs = list(map(_behind, given))
         masters = _masters(param_of, inputs)
         if not masters and all(map(operator.is_, inputs, given)):
             return original(outputs, *args, **kwargs)

@@ -773,7 +773,7 @@ def is_pickled(function: Any) -> bool:
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 @pytest.mark.parametrize(
-    "owner", [Tensor, torch, F, torch.linalg, torch.fft, torch.autograd, torch.autograd.graph]
+    "owner", [Tensor, F, torch.linalg, torch.fft, torch.autograd, torch.autograd.graph]
 )
 def test_what_torch_has_of_functions_is_pickled_as_before(
     amp: ModuleType, level: str, owner: Any
