@@ -7,6 +7,7 @@ in a backward goes on to the half parameters. Knows no optimizer and no scale.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -42,8 +43,7 @@ class AttachedValue(Tensor):
     def _read_grad(self) -> Tensor | None:
         master = self._master()
         grad = None if master is None else master.grad
-        grad = self.param.grad if grad is None else grad
-        return None if grad is None else grad.to(self.dtype)
+        return self.param.grad if grad is None else grad  # itself: a script writes to it
 
     def _set_grad(self, grad: Tensor | None) -> None:
         master = self._master()
@@ -55,7 +55,9 @@ class AttachedValue(Tensor):
     def _delete_grad(self) -> None:
         self._set_grad(None)
 
-    grad = property(_read_grad, _set_grad, _delete_grad, "The parameter's, in float32, or None.")
+    grad = property(
+        _read_grad, _set_grad, _delete_grad, "The parameter's, in half where no master has it."
+    )
 
     def _read_data(self) -> Tensor:
         return super().data
@@ -79,13 +81,19 @@ class AttachedValue(Tensor):
         self.param.requires_grad_(requires_grad)
         return self
 
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return the numbers; of a frozen parameter torch gives them without `force`."""
+        return self.detach().numpy() if not self.requires_grad else super().numpy(force=force)
+
     def register_hook(self, hook: Callable[..., Any]) -> Any:
-        """Have a hook called with each gradient of the parameter."""
-        return self.param.register_hook(hook)
+        """Have a hook called with each gradient of the parameter, in the dtype of the value."""
+        return self.param.register_hook(widened(hook, self.dtype))
 
     def register_post_accumulate_grad_hook(self, hook: Callable[..., Any]) -> Any:
-        """Have a hook called when the parameter has its gradient."""
-        return self.param.register_post_accumulate_grad_hook(hook)
+        """Have a hook called with the value when the parameter has its gradient."""
+        return self.param.register_post_accumulate_grad_hook(
+            functools.wraps(hook)(lambda _: hook(self))
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         copied = nn.Parameter(self.detach().clone(), self.requires_grad)
@@ -115,6 +123,17 @@ class _Attaching(torch.autograd.Function):
         return grad, None
 
 
+def widened(hook: Callable[[Tensor], Any], dtype: torch.dtype) -> Callable[[Tensor], Any]:
+    """Return a hook of a gradient in half, for one that gets and may return it in another dtype."""
+
+    @functools.wraps(hook)
+    def of_half(grad: Tensor) -> Any:
+        new = hook(grad.to(dtype))
+        return new if new is None else new.to(grad.dtype)
+
+    return of_half
+
+
 def param_behind(tensor: Any) -> Any:
     """Return the half parameter that a value stands for; anything else stands for itself."""
     return tensor.param if isinstance(tensor, AttachedValue) else tensor
@@ -134,8 +153,14 @@ def attached(
         return value
     if torch.is_inference_mode_enabled():
         return value.requires_grad_(param.requires_grad)
-    with torch.enable_grad():  # a parameter requires its gradient in any mode
-        standing: Tensor = _Attaching.apply(param, value)
+    trains = param.requires_grad
+    # A frozen parameter may be unfrozen while the value lives, which has its graph from here.
+    param.requires_grad_(trains or not is_spread(param))
+    try:
+        with torch.enable_grad():  # a parameter requires its gradient in any mode
+            standing: Tensor = _Attaching.apply(param, value)
+    finally:
+        param.requires_grad_(trains)
     if isinstance(standing, AttachedValue):
         standing.stand_for(param, value_of)
     return standing

@@ -76,6 +76,56 @@ def test_they_are_frozen_and_trained_by_name(amp: ModuleType, level: str) -> Non
 
 
 @pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("by", ["value", "parameter"])
+def test_what_is_unfrozen_later_trains(amp: ModuleType, level: str, by: str) -> None:
+    model = fine_linear().requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    core.initialize(model, optimizer, opt_level=level, loss_scale=1.0, verbosity=0)
+    value = kept(model)["weight"]
+    assert not value.requires_grad
+    assert torch.equal(torch.from_numpy(value.numpy()), value.detach())
+    (value if by == "value" else model.weight).requires_grad_(True)
+    assert value.requires_grad
+    value.square().sum().backward()
+    torch.testing.assert_close(value.grad.float(), 2 * value.detach(), rtol=2e-2, atol=1e-3)
+    value.requires_grad_(False).grad = None
+    kept(model)["bias"].requires_grad_(True)
+    (value.square().sum() + kept(model)["bias"].sum()).backward()
+    assert value.grad is None
+
+
+@pytest.mark.parametrize("level", HALVES)
+@pytest.mark.parametrize("has_optimizer", [True, False])
+def test_their_gradients_are_clipped(amp: ModuleType, level: str, has_optimizer: bool) -> None:
+    model = prepared(level)[0] if has_optimizer else fine_linear()
+    if not has_optimizer:
+        core.initialize(model, opt_level=level, verbosity=0)
+    model(torch.ones(2, model.in_features)).float().sum().backward()
+    nn.utils.clip_grad_norm_(kept(model).values(), 1e-2)
+    assert all(value.grad.norm() < 2e-2 for value in kept(model).values())
+
+
+@pytest.mark.filterwarnings("ignore:a hook of a tensor")  # at O2: it depends on the scale
+@pytest.mark.parametrize("level", HALVES)
+def test_hooks_on_them_get_and_return_float32(amp: ModuleType, level: str) -> None:
+    """Those on what the optimizer steps as well, in its dtype."""
+    model, optimizer = prepared(level)
+    value, stepped = kept(model)["weight"], optimizer.param_groups[0]["params"][0]
+    seen: list[Any] = []
+    for one in (value, stepped):
+        handle = one.register_hook(lambda g, one=one: (seen.append(g), g + one.detach())[1])
+        late = value.register_post_accumulate_grad_hook(seen.append)
+        model.zero_grad()
+        model(torch.ones(2, model.in_features)).float().sum().backward()
+        assert seen[0].dtype is one.dtype
+        assert seen.pop() is value
+        expected = (seen.pop() + one.detach()).to(model.weight.dtype)
+        assert torch.equal(value.grad.to(model.weight.dtype), expected)
+        handle.remove()
+        late.remove()
+
+
+@pytest.mark.parametrize("level", LEVELS)
 def test_a_model_called_with_them_trains(amp: ModuleType, level: str) -> None:
     losses = []
     model, optimizer = prepared(level)
@@ -96,8 +146,7 @@ def test_they_have_the_gradients_of_the_parameters(amp: ModuleType, level: str) 
         loss.backward()
     stepped = optimizer.param_groups[0]["params"]
     for value, param in zip(kept(model).values(), stepped, strict=True):
-        assert value.grad.dtype is value.dtype
-        assert torch.equal(value.grad, param.grad.float())
+        assert value.grad is param.grad
     value = kept(model)["bias"]
     value.grad = torch.ones_like(value)
     assert stepped[1].grad.eq(1.0).all()
