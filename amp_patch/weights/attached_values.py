@@ -8,7 +8,7 @@ in a backward goes on to the half parameters. Knows no optimizer and no scale.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -27,6 +27,9 @@ class AttachedValue(Tensor):
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as of nn.Parameter
+
+    is_leaf = True
+    _is_param = True  # of which isinstance(value, nn.Parameter) asks
 
     param: Tensor
     _value_of: Callable[[Tensor], Tensor | None]
@@ -137,6 +140,18 @@ def widened(hook: Callable[[Tensor], Any], dtype: torch.dtype) -> Callable[[Tens
 def param_behind(tensor: Any) -> Any:
     """Return the half parameter that a value stands for; anything else stands for itself."""
     return tensor.param if isinstance(tensor, AttachedValue) else tensor
+
+
+def params_behind(group: Any) -> None:
+    """Put half parameters in the place of their values in what an optimizer is to be given."""
+    params = group.get("params") if isinstance(group, dict) else None
+    if isinstance(params, Tensor):
+        group["params"] = param_behind(params)
+    elif isinstance(params, Iterable) and not isinstance(params, set):  # which torch refuses
+        group["params"] = [
+            tuple(map(param_behind, one)) if isinstance(one, tuple) else param_behind(one)
+            for one in params
+        ]
 
 
 def attached(

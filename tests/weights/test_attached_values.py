@@ -271,3 +271,32 @@ def test_afterwards_they_stand_for_the_parameters(amp: ModuleType) -> None:
     assert torch.equal(value.grad, model.weight.grad)
     value.requires_grad_(False)
     assert not model.weight.requires_grad
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_optimizer_that_is_made_of_them_has_the_parameters(amp: ModuleType, level: str) -> None:
+    model, _ = prepared(level)
+    values = kept(model)
+    assert all(isinstance(value, nn.Parameter) and value.is_leaf for value in values.values())
+    for given in (values.values(), [{"params": values["weight"]}], values.items()):
+        optimizer = torch.optim.SGD(cast(Any, given), lr=0.125)
+        assert optimizer.param_groups[0]["params"][0] is model.weight
+
+
+def test_a_group_that_is_added_later_may_hold_them(amp: ModuleType) -> None:
+    model = fine_linear()
+    optimizer = torch.optim.SGD([model.weight], lr=0.125)
+    core.initialize(model, optimizer, opt_level="O2", loss_scale=1.0, verbosity=0)
+    optimizer.add_param_group({"params": kept(model)["bias"]})
+    before = copy.deepcopy(model.state_dict())
+    step(model, optimizer, model(torch.ones(2, model.in_features)).float().square().mean())
+    assert not torch.equal(model.state_dict()["bias"], before["bias"])
+
+
+def test_an_optimizer_of_them_that_is_not_prepared_is_refused(amp: ModuleType) -> None:
+    """As is one of the model's parameters."""
+    model, _ = prepared("O2")
+    optimizer = torch.optim.SGD(kept(model).values(), lr=0.125)
+    model(torch.ones(2, model.in_features)).float().sum().backward()
+    with pytest.raises(RuntimeError, match="amp.initialize"):
+        optimizer.step()
