@@ -1,8 +1,7 @@
 """Calls of an optimizer's class that pass by what `amp.initialize` put in the optimizer's place.
 
 Wrappers make them that take on the class of what they wrap (``LightningOptimizer``), and so does
-``type(optimizer).zero_grad(optimizer)``. Values of ``state_dict(keep_vars=True)`` that an optimizer
-is made of are their parameters. Knows the prepared optimizers.
+``type(optimizer).zero_grad(optimizer)``. Knows the prepared optimizers.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from typing import Any
 from torch.optim import Optimizer
 
 from amp_patch.step.prepared_optimizers import PreparedOptimizers
-from amp_patch.weights.attached_values import params_behind
 
 
 def replacements(optimizers: PreparedOptimizers) -> dict[str, Callable[[Any], Any]]:
@@ -30,9 +28,6 @@ def _handed_on(optimizers: PreparedOptimizers, original: Callable[..., Any]) -> 
 
     @functools.wraps(original)
     def method(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if name == "add_param_group":
-            for group in (*args, *kwargs.values()):
-                params_behind(group)
         step = optimizers.steps.get(optimizers.originals_of(self))
         replaced = None if step is None else step.methods.in_place_of(name)
         if replaced is None:

@@ -22,7 +22,6 @@ from amp_patch.scaling.loss_scaler import LossScaler
 from amp_patch.step.autograd_graph import leaves_of
 from amp_patch.step.prepared_optimizers import PreparedOptimizers
 from amp_patch.weights import collective_writes, sent_values
-from amp_patch.weights.attached_values import param_behind
 from amp_patch.weights.exact_copies import ExactCopies
 from amp_patch.weights.fp32_values import FP32Values
 from amp_patch.weights.prepared_models import PreparedModels
@@ -210,7 +209,7 @@ class Guard:
             param_of = self._optimizers.param_of
             of_masters = {
                 **master_inputs.replacements(param_of),
-                **master_hooks.replacements(lambda one: param_of(param_behind(one))),
+                **master_hooks.replacements(param_of),
             }
             torch_sites.replace(patches, {**averages.OF_HALVES, **of_masters})
         casts = any(self._models.levels[model].casts_functions for model in models)

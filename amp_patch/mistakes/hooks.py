@@ -1,8 +1,7 @@
 """Hooks on tensors and modules: they get gradients that are multiplied by the loss scale.
 
 That is told where a script registers one that may depend on the scale (a clamp does, a mask does
-not). No backward comes to a master: a hook on one goes to its half parameter, and gets gradients in
-the dtype of the master. Knows no optimizer.
+not). No backward comes to a master: a hook on one goes to its half parameter. Knows no optimizer.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from torch import Tensor, nn
 
 from amp_patch.gradients.earlier_gradients import reading_hooks
 from amp_patch.warn_once import warn_once
-from amp_patch.weights.attached_values import widened
 
 from .linear_hooks import is_linear_in_grad, only_multiplies
 
@@ -63,15 +61,13 @@ def _telling(
     scaled_models: _Models, param_of: _ParamOf, what: str, original: Callable[..., Any]
 ) -> Callable[..., Any]:
     @functools.wraps(original)
-    def register(self: Any, hook: Any, *args: Any, **kwargs: Any) -> Any:
+    def register(self: Any, *args: Any, **kwargs: Any) -> Any:
         caller = str(sys._getframe(1).f_globals.get("__name__")).partition(".")[0]
         if caller not in _NO_SCRIPTS:
-            given, self = self, self if isinstance(self, nn.Module) else param_of(self)
-            if _concerns(self, scaled_models()) and not _suits_any_scale(hook):
+            self = self if isinstance(self, nn.Module) else param_of(self)
+            if _concerns(self, scaled_models()) and not (args and _suits_any_scale(args[0])):
                 _tell(what)
-            if given is not self and original.__name__ == "register_hook":
-                hook = widened(hook, given.dtype)
-        return original(self, hook, *args, **kwargs)
+        return original(self, *args, **kwargs)
 
     return register
 

@@ -8,7 +8,6 @@ of the masters themselves, so the gradient of a master is that of both. Knows no
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
@@ -17,7 +16,6 @@ from torch.autograd import graph
 
 from amp_patch.casting.torch_compile import never_trace
 from amp_patch.step.autograd_graph import leaf_of
-from amp_patch.weights.attached_values import AttachedValue, param_behind
 
 
 class EdgeOfMaster(graph.GradientEdge):
@@ -65,17 +63,14 @@ def listed(inputs: Any) -> list[Any]:
 
 
 def with_halves(param_of: _ParamOf, inputs: Iterable[Any]) -> list[Any]:
-    """Return ``inputs``, followed by the half parameters of the masters among them.
-
-    Values of ``state_dict(keep_vars=True)`` and edges are what they stand for.
-    """
+    """Return ``inputs``, followed by the half parameters of the masters among them."""
     given = list(map(_behind, inputs))
     return [*given, *(half for _, _, half in _masters(param_of, given))]
 
 
 def _behind(given: Any) -> Any:
-    """Return what one of the ``inputs`` stands for: a master, a half parameter, or itself."""
-    return given.master if isinstance(given, EdgeOfMaster) else param_behind(given)
+    """Return what one of the ``inputs`` stands for: a master, or itself."""
+    return given.master if isinstance(given, EdgeOfMaster) else given
 
 
 def _masters(param_of: _ParamOf, inputs: Sequence[Any]) -> list[tuple[int, Tensor, Tensor]]:
@@ -93,14 +88,14 @@ def _reaching(param_of: _ParamOf, original: Callable[..., Any]) -> Callable[...,
         given = args[3] if len(args) > 3 else ()
         inputs = list(map(_behind, given))
         masters = _masters(param_of, inputs)
-        if not masters and all(map(operator.is_, inputs, given)):
+        if not masters:
             return original(outputs, *args, **kwargs)
         every = (*inputs, *(half for _, _, half in masters))
         if kwargs.get("accumulate_grad", True):
             return original(outputs, *args[:3], every, *args[4:], **kwargs)
         found = original(outputs, *args[:3], every, True, *args[5:], **kwargs)
-        grads = list(map(_as_given, given, found))
-        for (place, master, _), grad in zip(masters, found[len(given) :], strict=True):
+        grads = list(found[: len(inputs)])
+        for (place, master, _), grad in zip(masters, found[len(inputs) :], strict=True):
             grads[place] = _sum(grads[place], grad, master)
         unused = [place for place, grad in enumerate(grads) if grad is None]
         if unused and not args[4]:
@@ -108,13 +103,6 @@ def _reaching(param_of: _ParamOf, original: Callable[..., Any]) -> Callable[...,
         return tuple(grads)
 
     return run_backward
-
-
-def _as_given(given: Any, grad: Tensor | None) -> Tensor | None:
-    """Return the gradient of a half parameter in the dtype of the value that stands for it."""
-    if grad is None or not isinstance(given, AttachedValue):
-        return grad
-    return grad.to(given.dtype)
 
 
 def _sum(own: Tensor | None, of_half: Tensor | None, master: Tensor) -> Tensor | None:

@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from amp_patch.arguments import refuse_half_params
 from amp_patch.optimizers.half_eps import warn_of_eps
 from amp_patch.optimizers.registry import refuse_options
-from amp_patch.weights.attached_values import params_behind
 from amp_patch.weights.master_weights import MasterWeights
 
 from .held_params import HeldParams
@@ -51,7 +50,6 @@ class AddedGroups:
         Raises:
             RuntimeError: half parameters are to be trained at a level that has no masters for them.
         """
-        params_behind(param_group)
         self._add(original, param_group)
         self.when_added()
 

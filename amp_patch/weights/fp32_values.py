@@ -25,9 +25,9 @@ from amp_patch.distributed.process_groups import is_on
 from amp_patch.distributed.shards import detached, is_spread, place, same_numbers, version_of
 from amp_patch.kernels.graph_capture import captures
 from amp_patch.kernels.without_grad import without_grad
+from amp_patch.warn_once import warn_once
 
 from .alike_values import AlikeValues
-from .attached_values import attached
 from .half_bits import bits_of, have_same_bits, is_plain
 from .handed_out import HandedOut
 from .versions import NotedValue, Versions
@@ -340,8 +340,8 @@ class FP32Values:
             if tensor is None or prefix + name not in state:
                 continue
             if tensor.dtype in HALVES or tensor in self._came_in:
-                keeps = state[prefix + name] is tensor  # keep_vars=True
-                value = state[prefix + name] = self._hand_out(module, tensor, keeps)
+                attached = state[prefix + name].requires_grad  # keep_vars=True, not in torch.func
+                value = state[prefix + name] = self._hand_out(module, tensor, attached)
                 if is_saved_by_ranks:
                     self.handed_out.note(module, value)
         if id(module) == self._state_of:  # the last one
@@ -354,12 +354,8 @@ class FP32Values:
             self._state = weakref.ref(state)
         return self._state is not None and self._state() is state
 
-    def _hand_out(self, module: nn.Module, tensor: Tensor, keeps: bool) -> Tensor:
-        """Return the value of a half tensor for a state dict, and note it.
-
-        Args:
-            keeps: whether the script asks for the very parameters.
-        """
+    def _hand_out(self, module: nn.Module, tensor: Tensor, attached: bool) -> Tensor:
+        """Return the value of a half tensor for a state dict, and note it."""
         # Before the value: what another thread's step writes between the two is then taken for
         # newer than the value, and not for older.
         bits = bits_of(tensor) if is_plain(tensor) else None
@@ -372,8 +368,10 @@ class FP32Values:
             is_master = self._is_stepped(tensor, value)
             if is_master and self._is_to_follow(tensor, value):
                 bits = None  # which tell of no write then
-        if keeps and isinstance(tensor, nn.Parameter):
-            value = attached(tensor, value, self.value_of)
+        if attached:
+            value.requires_grad_()
+            if not value.is_inference():
+                value.register_post_accumulate_grad_hook(_tell_of_unused)
         self.handed_out.add(module, tensor, value, bits, is_master=is_master)
         return value
 
@@ -465,3 +463,13 @@ def _can_hold(dtype: torch.dtype, value: Tensor) -> bool:
 
 def _share_memory(one: Tensor, other: Tensor) -> bool:
     return place(one) == place(other)
+
+
+def _tell_of_unused(value: Tensor) -> None:
+    """Warn of a backward that comes to what ``state_dict(keep_vars=True)`` gave."""
+    warn_once(
+        "the values of state_dict(keep_vars=True) are float32 copies for a model in half, and not "
+        "its parameters: what is computed of them trains nothing, and to freeze one freezes "
+        "nothing; got a backward() that adds a gradient to one. Take "
+        "dict(model.named_parameters()) in its place."
+    )

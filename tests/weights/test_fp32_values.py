@@ -328,3 +328,29 @@ def test_a_captured_step_does_not_wait_for_what_data_is_set_to(
     before = values.version_of(param)
     values.note_set(param, param.detach().clone())
     assert values.version_of(param) == before + 1
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_a_backward_to_what_keep_vars_gives_is_told_of(amp: ModuleType, level: str) -> None:
+    model = nn.Linear(4, 2)
+    amp.initialize(model, torch.optim.SGD(model.parameters()), opt_level=level, verbosity=0)
+    kept = model.state_dict(keep_vars=True)
+    penalty = sum(value.square().sum() for value in kept.values())
+    assert isinstance(penalty, Tensor)
+    with pytest.warns(UserWarning, match=r"state_dict\(keep_vars=True\) are float32 copies"):
+        penalty.backward()
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_what_keep_vars_gives_is_copied_and_saved_without_a_word(
+    amp: ModuleType, level: str
+) -> None:
+    model = nn.Linear(4, 2)
+    amp.initialize(model, torch.optim.SGD(model.parameters()), opt_level=level, verbosity=0)
+    kept = model.state_dict(keep_vars=True)
+    saved = io.BytesIO()
+    torch.save(kept, saved)
+    saved.seek(0)
+    for state in (copy.deepcopy(kept), torch.load(saved), nn.ParameterDict(kept)):
+        assert all(torch.equal(state[name], value) for name, value in kept.items())
+        sum(value.square().sum() for value in state.values()).backward()  # of the script's own
