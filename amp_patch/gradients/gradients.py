@@ -364,7 +364,7 @@ class Gradients:
                 # What was set aside goes back where this pass wrote none. If a step has used it, it
                 # goes on counting as used.
                 aside = self._aside.grads
-                self._used.begin(self._used.among(aside) if aside else ())
+                self._used.begin(self._used.among(aside) if aside else (), are_older=True)
             self._used.add(references)
             self._received.note(params, halves, references)
         self._aside.give_back()
@@ -414,7 +414,8 @@ class Gradients:
             self.drop_cleared(pairs)
         if self.are_pending or self._used.are_left or have_none(pairs.model):
             return
-        if self._received.are_as_stepped():  # as nearly always: no device is to be waited for
+        # as nearly always: no device is to be waited for
+        if not self._used.has_older and self._received.are_as_stepped():
             return
         used = set(map(id, self._used.alive()))
         found = [grad for param in pairs.model if id(grad := stored_grad(param)) in used]

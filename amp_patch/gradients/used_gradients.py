@@ -29,16 +29,27 @@ def are_of(references: Sequence[Reference], grads: Sequence[Tensor]) -> bool:
 
 
 class UsedGradients:
-    """The half gradients that a step has used, or will; weakly held where they are large."""
+    """The half gradients that a step has used, or will; weakly held where they are large.
+
+    Attributes:
+        has_older: whether some are of passes before those for the last step.
+    """
 
     def __init__(self) -> None:
         self._noted: list[Reference] = []  # of the last pass
         self._earlier: list[weakref.ref[Tensor]] = []  # of passes before it, for the same step
         self._versions: dict[int, int] = {}
+        self.has_older = False
 
-    def begin(self, grads: Iterable[Reference]) -> None:
-        """Note those of the first pass for a step; those of the step before are forgotten."""
+    def begin(self, grads: Iterable[Reference], *, are_older: bool = False) -> None:
+        """Note those of the first pass for a step; those of the step before are forgotten.
+
+        Args:
+            grads: of the pass.
+            are_older: whether they are what an earlier step has used, and no pass has reached.
+        """
         self._noted = [*grads]
+        self.has_older = are_older and bool(self._noted)
         self._earlier.clear()
         if self._versions:
             self._versions = {}

@@ -205,9 +205,9 @@ class MasterWeights:
         """
         if id(stepped) not in self._pairs.param_by_id:
             return
-        self._writes.look_again()
         if self._versions.given:
             return
+        self._writes.look_again()
         if self._writes.unseen.is_looking:
             self._unless_in_a_step(lambda: self._writes.unseen.note_moved([local(stepped)]))
         else:

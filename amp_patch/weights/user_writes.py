@@ -41,7 +41,6 @@ class UserWrites:
 
     def give(self) -> None:
         """The user is given all masters, to write to until a step has been made, or skipped."""
-        self.look_again()
         self.unseen.note_moved(self._pairs.local_masters())
         self._versions.give(self._pairs.half_versions(), self._pairs.master_versions())
 
@@ -58,28 +57,24 @@ class UserWrites:
 
     def are_any(self) -> bool:
         """Return whether masters were written to, or given to the user, who may have done it."""
-        return bool(self._versions.given) or self._are_told_of()
+        versions = self._versions
+        if versions.given or self._pairs.master_versions() != versions.equal:
+            return True
+        moved = self.moved
+        return (moved.was_set or moved.may_move) and moved.are_any()
 
     def may_be_any(self) -> bool:
         """Return the same, and whether some may be that nothing tells of; a forward asks.
 
         Not in an evaluation, where many forwards have looked.
         """
-        if self._are_told_of():
-            return True
-        return bool(self._versions.given or self.unseen.is_looking) and not self._were_looked_for()
-
-    def _are_told_of(self) -> bool:
-        if self._pairs.master_versions() != self._versions.equal:
-            return True
-        moved = self.moved
-        return (moved.was_set or moved.may_move) and moved.are_any()
+        return self.are_any() or (self.unseen.is_looking and not self._were_looked_for())
 
     def _were_looked_for(self) -> bool:
         """Return whether many forwards in a row have looked; each is to ask.
 
         None of them has found a write, and since the first no step was made, no version has moved,
-        and no script was given the masters or has read their ``.data``.
+        and no script has read the ``.data`` of a master.
         """
         if self.unseen.keeps_looking:
             return False

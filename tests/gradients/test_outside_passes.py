@@ -712,3 +712,30 @@ def test_a_step_behind_deactivate_has_the_gradients_of_a_backward(amp, opt_level
     optimizer.step()
     expected = [param - 0.5 * grad for param, grad in zip(before, expected, strict=True)]
     torch.testing.assert_close(values(model.parameters()), expected)
+
+
+@pytest.mark.filterwarnings("ignore:at a level with fp32 masters")  # what is left of a step
+@pytest.mark.parametrize("fused_step", [False, True])
+def test_zeros_in_what_an_earlier_step_has_used_are_added_to(amp, fused_step):
+    """The last step had gradients of the first layer alone; those of the last are older."""
+    found = []
+    for cleared in ("last", "all"):
+        model, optimizer = start(amp, "O5", fused_step=fused_step)
+        losses = [lambda model=model: model(X).float().square().mean()]
+        losses.append(lambda model=model: model[0](X.bfloat16()).float().square().mean())
+        for loss in losses:
+            for param in model[0].parameters():
+                param.grad = None
+            with amp.scale_loss(loss(), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+        for param in model[2 if cleared == "last" else 0 :].parameters():
+            param.grad.zero_()
+        before = values(amp.master_params(optimizer))[2:]
+        losses[0]().backward()
+        optimizer.step()
+        after = values(amp.master_params(optimizer))[2:]
+        found.append([new - old for new, old in zip(after, before, strict=True)])
+        amp.deactivate()
+    assert all(step.any() for step in found[0])
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)

@@ -580,7 +580,7 @@ def stepped(training: Training, state: str) -> Training:
 
 @LEVELS
 @FUSED
-@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("state", [one for one in STATES if one != "masters were given"])
 def test_an_evaluation_looks_at_masters_in_its_first_forwards_alone(
     amp: ModuleType, level: str, fused: bool, state: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -650,15 +650,20 @@ def test_a_script_that_writes_by_kept_data_is_looked_at_in_long_evaluations_too(
 
 @LEVELS
 @FUSED
-def test_who_is_given_the_masters_in_a_long_evaluation_may_write_by_kept_data(
-    amp: ModuleType, level: str, fused: bool
+@pytest.mark.parametrize("are_given", [False, True])
+@pytest.mark.parametrize("as_data", [False, True])
+def test_each_candidate_is_evaluated_with_its_weights(
+    amp: ModuleType, level: str, fused: bool, as_data: bool, are_given: bool
 ) -> None:
-    training = stepped(Training(amp, level, fused), "masters were given")
-    kept = training.masters[0].data
+    """As evolution strategies write them, into memory that they have taken once."""
+    training = Training(amp, level, fused)
+    for _ in range(3):
+        training.step()
+    masters = [*amp.master_params(training.optimizer)] if are_given else training.masters
+    kept = masters[0].data if as_data else torch.from_numpy(masters[0].detach().numpy())
     expected = training.state()
-    expected["0.weight"] *= 0.5
-    for _ in range(20):
-        training.model(training.inputs)
-    STATES["masters were given"](training)
-    kept.mul_(0.5)
-    training.assert_forward_reads(expected)
+    for number in (1.0, -2.0, 3.0):
+        kept.fill_(number)
+        expected["0.weight"].fill_(number)
+        for _ in range(20):
+            training.assert_forward_reads(expected)
