@@ -102,17 +102,13 @@ class ReceivedGradients:
     def clear(self) -> None:
         """Forget all of it, as if masters had received none."""
         self._passes = []
-        self._end_watch()
+        if self._watched.sums:
+            self._watched.forget()
 
     def end(self) -> None:
         """The gradients were stepped or cleared: no step is to use them any more."""
         self._stepped, self._data_reads = self._passes, self._count_data_reads()
-        self._passes = []
-        self._end_watch()
-
-    def _end_watch(self) -> None:
-        if self._watched.sums:
-            self._watched.forget()
+        self.clear()
 
     def are_as_stepped(self) -> bool:
         """Return whether all are there still that were when they ended, and nobody wrote to them.

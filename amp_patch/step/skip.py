@@ -166,7 +166,7 @@ class Skip:
         elif self.flag is not None and not captures.are_made(self.flag.device):
             self._cleared_flag = _either(self._cleared_flag, self.flag)
             self.cleared = self.cleared is True or HostCopy(self._cleared_flag)
-        self.note_cleared()
+        self.left = self._may_be_left = False
         self.forget()
 
     def note_cleared(self) -> None:
