@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterable, Sequence
-from itertools import chain
+from itertools import chain, compress
 from typing import NamedTuple
 
 from torch import Tensor
 
-from amp_patch import kernels
 from amp_patch.weights.parameter_lists import are_same, stored_grad, stored_grads
 
+from .any_values import are_any
 from .param_pairs import ParamPairs
 
 
@@ -97,8 +97,9 @@ class ForeignGradients:
 
     def add_to(self) -> None:
         """A pass of the optimizer itself begins, and adds to those not dropped or set to zero."""
-        left = [(param, None) for param, grad in self._left() if kernels.values(grad).any()]
-        self.found[:] = left
+        left = self._left()
+        are_written = are_any([grad for _, grad in left])  # a device is waited for once
+        self.found[:] = [(param, None) for param, _ in compress(left, are_written)]
 
     def drop(self, cleared: Collection[int]) -> None:
         """The user clears the gradients of these parameters, by their ids."""

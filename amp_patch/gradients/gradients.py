@@ -227,8 +227,7 @@ class Gradients:
             cleared: ids of parameters.
         """
         given = cleared.difference(map(id, self._received.params()))
-        rows = zip(*pairs, strict=True)
-        clear_grads([one for param, one in rows if param is not one and id(param) in given])
+        clear_grads([master for param, master in pairs.halves() if id(param) in given])
 
     def clear_elsewhere(self) -> None:
         """Clear those of parameters whose masters other ranks step."""

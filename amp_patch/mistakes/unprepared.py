@@ -10,16 +10,16 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, compress
 from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef
 
+from amp_patch.gradients.any_values import are_any
 from amp_patch.gradients.foreign_gradients import Watch
 from amp_patch.gradients.scaled_gradients import bring_to, by_scale
-from amp_patch.kernels import values
 from amp_patch.optimizers.groups import params_of
 from amp_patch.step.held_params import Joined, LetGo
 from amp_patch.step.optimizer_backward import OptimizerBackward
@@ -129,7 +129,8 @@ class UnpreparedParams:
         if scale is None:
             return Watch.of([])
         found = ((key, one, one.left()) for key, one in [*self.scaled.items()])
-        left = [(k, one, g) for k, one, g in found if g is not None and values(g).any()]
+        there = [(key, one, grad) for key, one, grad in found if grad is not None]
+        left = list(compress(there, are_any([grad for _, _, grad in there])))
         for old, grads in by_scale((grad, one.scale) for _, one, grad in left):
             bring_to(scale, old, grads)
         kept = _copied(scale)
