@@ -70,7 +70,7 @@ class ReceivedGradients:
     ) -> None:
         self._lazy, self._count_data_reads = lazy, count_data_reads
         self._passes: list[_Pass] = []
-        self._stepped: list[_Pass] = []  # those that `end` has ended
+        self._stepped: list[_Pass] = []  # those that `end` has ended, until others are noted
         self._data_reads = 0  # by then
         self._watched = WatchedBits()
 
@@ -94,6 +94,7 @@ class ReceivedGradients:
             versions = list(map(VERSION, grads))
         self._passes = [row for row in self._passes if not are_same(row[0], params)]
         self._passes.append((params, versions, references))
+        self._stepped = []  # which may keep small gradients alive
         # A step that unscales half gradients later refuses changed ones itself.
         are_read = not isinstance(source, HalfGradients)
         if are_read and self._watched.passes_left:

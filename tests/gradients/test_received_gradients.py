@@ -90,6 +90,20 @@ def test_after_a_read_of_data_nobody_knows_what_a_script_wrote() -> None:
     assert not received.are_as_stepped()
 
 
+def test_what_a_step_has_used_goes_with_the_next_pass() -> None:
+    """Here small gradients are held, not referred to."""
+    params = params_with_gradients()
+    received = noted(params)
+    received.end()
+    used = [weakref.ref(param.grad) for param in params]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    grads = [param.grad for param in params]
+    assert [one() for one in used] != [None] * 3
+    received.note(params, grads, grads)
+    assert [one() for one in used] == [None] * 3
+
+
 def test_gradients_of_a_class_of_their_own_are_never_known_to_be_as_stepped() -> None:
     params = params_with_gradients()
     of_a_class(params[1])

@@ -415,6 +415,7 @@ def test_nothing_is_kept_of_models_that_were_dropped_before_the_first_look(amp: 
     assert len(session.guard.plain_averages._followed) == 1
 
 
+@pytest.mark.usefixtures("threads")
 def test_what_lets_nobody_read_it_is_passed_by(amp: ModuleType) -> None:
     """As a result of a CUDA graph of ``torch.compile``, once a later call has overwritten it."""
     overwritten = torch.ones(4, 4, dtype=torch.half)
