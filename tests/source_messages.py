@@ -6,6 +6,7 @@ Knows no documentation. Where a message takes in a value, its text has "…" her
 from __future__ import annotations
 
 import ast
+import functools
 import itertools
 import re
 from collections import Counter
@@ -121,11 +122,18 @@ def _calls(scopes: Scopes) -> list[tuple[dict[str, ast.expr], Scopes]]:
     if not isinstance(function, ast.FunctionDef):
         return []
     names = [argument.arg for argument in function.args.args if argument.arg != "self"]
-    return [
-        (dict(zip(names, node.args, strict=False)), around)
-        for node, around in _walk(module, [])
-        if isinstance(node, ast.Call) and _called(node) == function.name
-    ]
+    found = _calls_by_name(module).get(function.name, [])
+    return [(dict(zip(names, node.args, strict=False)), around) for node, around in found]
+
+
+@functools.cache
+def _calls_by_name(module: ast.AST) -> dict[str, list[tuple[ast.Call, Scopes]]]:
+    """Return the calls in a module by what they call: to walk through it takes the longest."""
+    found: dict[str, list[tuple[ast.Call, Scopes]]] = {}
+    for node, around in _walk(module, []):
+        if isinstance(node, ast.Call):
+            found.setdefault(_called(node), []).append((node, around))
+    return found
 
 
 def _called(node: ast.Call) -> str:
