@@ -13,6 +13,7 @@ from torch import Tensor
 from amp_patch.distributed.shards import local
 from amp_patch.early_looks import WATCHED
 from amp_patch.kernels.graph_capture import captures
+from amp_patch.weights.half_bits import sum_of_bits
 
 
 class WatchedBits:
@@ -53,7 +54,7 @@ def _sums(params: Sequence[Tensor]) -> dict[int, Tensor]:
     if not params or captures.are_made(params[0].device):
         return {}
     return {
-        id(param): local(param.grad).view(torch.int16).sum()
+        id(param): sum_of_bits(local(param.grad))
         for param in params
         if param.grad is not None and param.grad.itemsize == 2 and not param.grad.is_sparse
         if type(local(param.grad)) is Tensor  # the numbers of a user's class are its own affair

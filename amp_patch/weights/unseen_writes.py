@@ -17,6 +17,7 @@ from torch.autograd.graph import increment_version
 from amp_patch.early_looks import WATCHED
 from amp_patch.kernels.graph_capture import captures
 
+from .half_bits import sum_of_bits
 from .parameter_lists import as_plain_tensors
 
 
@@ -112,7 +113,7 @@ class UnseenWrites:
         if not local or not self.is_looking or not _are_readable(local):
             return {}
         with torch.inference_mode(False), torch._C._DisableFuncTorch(), as_plain_tensors(local):
-            sums = [one.detach().view(torch.int32).sum() for one in local]
+            sums = [sum_of_bits(one) for one in local]
             totals = torch.stack([one.to(sums[0].device) for one in sums]).tolist()
         pairs = zip(local, totals, strict=True)
         return {one.data_ptr(): (total, one._version) for one, total in pairs}

@@ -12,7 +12,13 @@ from hypothesis import given
 from torch import Tensor, nn
 
 from amp_patch.gradients.gradient_offer import GradientOffer
-from amp_patch.weights.half_bits import bits_of, can_be_compared, compared, have_same_bits
+from amp_patch.weights.half_bits import (
+    bits_of,
+    can_be_compared,
+    compared,
+    have_same_bits,
+    sum_of_bits,
+)
 from amp_patch.weights.lazy_gradients import LazyGradParameter
 
 HALVES = [torch.float16, torch.bfloat16]
@@ -156,3 +162,43 @@ def test_bits_change_with_a_number_a_sign_and_the_order(dtype: torch.dtype, size
         assert not torch.equal(bits_of(tensor), before)
         tensor.copy_(kept)
         assert torch.equal(bits_of(tensor), before)
+
+
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32])
+@pytest.mark.parametrize("start", range(4))
+@pytest.mark.parametrize("size", [*SIZES, 9001, 9002, 9003])
+def test_a_write_changes_what_bits_add_to(dtype: torch.dtype, start: int, size: int) -> None:
+    tensor = torch.randn(start + size).to(dtype)[start:]
+    for place in (0, size // 2, size - 1):
+        before, bits = sum_of_bits(tensor), bits_of(tensor) if dtype in HALVES else None
+        assert sum_of_bits(tensor).equal(before)
+        tensor[place] += 7.5
+        assert not sum_of_bits(tensor).equal(before)
+        assert bits is None or not bits_of(tensor).equal(bits)
+
+
+def largest_allocation(call: Any) -> int:
+    """Return the bytes of the largest block of memory that torch takes within a call, on a CPU."""
+    with torch.profiler.profile(profile_memory=True) as profile:
+        call()
+    results: Any = profile.profiler
+    nodes = results.kineto_results.experimental_event_tree()
+    sizes = [0]
+    while nodes:
+        node = nodes.pop()
+        nodes += node.children
+        if node.tag == torch._C._profiler._EventType.Allocation:
+            sizes.append(node.extra_fields.alloc_size)
+    return max(sizes)
+
+
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32])
+@pytest.mark.parametrize("size", [1 << 20, (1 << 20) + 1])
+def test_to_add_up_the_bits_copies_no_large_tensor(dtype: torch.dtype, size: int) -> None:
+    tensor = torch.ones(size, dtype=dtype)
+    images = torch.ones(8, 4, 64, 512, dtype=dtype).to(memory_format=torch.channels_last)
+    assert largest_allocation(tensor.clone) >= size * tensor.element_size()
+    for one in (tensor, images):
+        assert largest_allocation(lambda one=one: sum_of_bits(one)) < 1 << 16
+    if dtype in HALVES:
+        assert largest_allocation(lambda: bits_of(tensor)) < 1 << 16
