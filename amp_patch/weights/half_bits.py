@@ -47,24 +47,20 @@ def bits_of(tensor: Tensor) -> Tensor:
     words, rest = _words(tensor)
     count = words.numel() // _STRIDE
     rows, tail = words[: count * _STRIDE].view(count, _STRIDE), words[count * _STRIDE :]
-    return torch.cat([rows.sum(0), tail, *rest])
+    return torch.cat([rows.sum(0), tail, rest])
 
 
 def sum_of_bits(tensor: Tensor) -> Tensor:
     """Return the sum of a tensor's bits as integers, 0-dimensional, which a write changes.
 
-    Of a large one as integers of 64 bits, for torch copies all others to such ones before it adds
-    them up: in half, to four times the memory of the tensor, and most of the time goes there.
+    And no other order of its memory: `model.to(memory_format=...)` gives gradients one, too. Of a
+    large one as integers of 64 bits, for torch copies all others to such ones before it adds them
+    up: in half, to four times the memory of the tensor, and most of the time goes there.
     """
     if _is_small(tensor):
         return tensor.detach().view(_fitting(tensor)).sum()
-    if not tensor.is_contiguous():  # in the order of its memory it often is, and none is copied
-        tensor = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
     words, rest = _words(tensor)
-    total = words.sum()
-    for part in rest:
-        total = total + part.sum()
-    return total
+    return words.sum() + rest.sum() if rest.numel() else words.sum()
 
 
 def have_same_bits(one: Tensor, other: Tensor) -> bool:
@@ -144,15 +140,14 @@ def _fitting(tensor: Tensor) -> torch.dtype:
     return torch.int16 if tensor.element_size() == 2 else torch.int32
 
 
-def _words(tensor: Tensor) -> tuple[Tensor, list[Tensor]]:
+def _words(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """View the bits of a plain tensor that is large, flat, as integers of 64 bits.
 
     Returns:
-        These, and as integers of fewer bits the few elements before and after them, if any.
+        These, and as integers of fewer bits the few elements that are left.
     """
-    flat, size = tensor.detach().flatten(), tensor.element_size()
-    each = 8 // size
-    before = -flat.storage_offset() % each
-    after = before + (flat.numel() - before) // each * each
-    rest = [part.view(_fitting(tensor)) for part in (flat[:before], flat[after:]) if part.numel()]
-    return flat[before:after].view(torch.int64), rest
+    flat, each = tensor.detach().flatten(), 8 // tensor.element_size()
+    if flat.storage_offset() % each:  # no integer of 64 bits begins there
+        flat = flat.clone()
+    whole = flat.numel() // each * each
+    return flat[:whole].view(torch.int64), flat[whole:].view(_fitting(tensor))
