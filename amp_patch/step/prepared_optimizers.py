@@ -133,6 +133,7 @@ class PreparedOptimizers:
         on_error.callback(self._forget_step, reference)
         if step.masters is not None:
             self._masters.append(weakref.ref(step.masters, self._masters.remove))
+            step.masters.publish_at_end_of(optimizer)
 
     def _follow_bases(self, optimizer: Optimizer) -> None:
         """See steps by ``super().step()`` in methods of its own, where torch calls no hooks.

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from amp_patch.distributed.shards import is_spread, local
 from amp_patch.kernels import small_tensors
 from amp_patch.kernels.default_device import without_default_device
+from amp_patch.patching import put
 
 from .fp32_values import FP32Values
 from .lazy_gradients import LazyGradients
@@ -73,6 +74,7 @@ class MasterWeights:
         small_tensors.move_together([one for one in self._pairs.params if not is_spread(one)])
         self._writes.moved.note_places()
         self._moves = values.moves
+        self._forget_end: Callable[[], object] = lambda: None
 
     def __len__(self) -> int:
         return len(self._pairs)
@@ -151,6 +153,13 @@ class MasterWeights:
         self.reconcile()
         self._pairs.release()
         self._rounding.forget()
+        self._forget_end()
+
+    def publish_at_end_of(self, optimizer: Optimizer) -> None:
+        """Where it goes and the model stays, nobody would look for what was written last."""
+        end = weakref.finalize(optimizer, self.publish_writes)
+        put(end, "atexit", False)
+        self._forget_end = end.detach
 
     def follow(self, were_written: bool) -> None:
         """Others had the masters in hand: they may hold their numbers elsewhere now.

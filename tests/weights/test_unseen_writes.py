@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 from collections.abc import Callable
 from types import ModuleType
@@ -250,6 +251,43 @@ def test_a_write_through_data_counts_where_masters_are_read_after_it(
     list(amp.master_params(optimizer))
     assert torch.equal(model(x).float(), torch.ones(1, width))
     assert all((value == 0.25).all() for value in model.state_dict().values())
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("steps", [0, 3, 20])
+@pytest.mark.parametrize("are_given", [False, True])
+def test_the_last_write_through_data_counts_where_the_optimizer_goes(
+    amp: ModuleType, level: str, steps: int, are_given: bool
+) -> None:
+    """As of Lookahead's last step in a function that returns the model alone."""
+    model, optimizer = behind_steps(amp, level, 16, steps)
+    masters = list(amp.master_params(optimizer)) if are_given else []
+    masters = masters or optimizer.param_groups[0]["params"]
+    for master in masters:
+        master.data.fill_(0.3)  # which no half number is
+    exact = masters[0].detach().clone()
+    del optimizer, masters, master
+    gc.collect()
+    for value in model.state_dict().values():
+        assert value.unique().equal(exact.unique())
+    assert model(torch.ones(1, 3)).isfinite().all()
+    for param in model.parameters():
+        assert param.unique().equal(exact.to(param.dtype).unique())
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_an_optimizer_that_goes_undoes_no_write_to_a_half_weight(
+    amp: ModuleType, level: str
+) -> None:
+    model, optimizer = behind_steps(amp, level, 16, 3)
+    next(model.parameters()).data.fill_(0.3)
+    before = [one.detach().clone() for one in model.parameters()]
+    del optimizer
+    gc.collect()
+    assert all(map(torch.equal, model.parameters(), before))
+    expected = [one.float() for one in before]
+    for now, then in zip(model.state_dict().values(), expected, strict=True):
+        torch.testing.assert_close(now, then, rtol=1e-2, atol=1e-3)
 
 
 #: What moves the versions of masters: a load, a write in place.
