@@ -1,12 +1,12 @@
 """Runs Python commands in processes whose import of torch was paid once.
 
 To import torch and its compiler takes seconds of the CPU's time, more than most of the scripts that
-tests run. So a server imports both, and nothing else, and each command runs in a fork of it: a
-process of its own, with its own arguments, environment, folder, warnings, standard streams, exit
-handlers and exit code, in which torch is as an import leaves it. What a fork cannot show is how
-Python starts and how process groups end: tests of that have ``fork=False`` or call ``subprocess``.
-``HYPOTHESIS_PROFILE=nightly``, and systems other than Linux, run every command in a Python of its
-own.
+tests run. So a server imports both, and most of this package, and each command runs in a fork of
+it: a process of its own, with its own arguments, environment, folder, warnings, standard streams,
+exit handlers and exit code, in which torch is as an import leaves it. What a fork cannot show is
+how Python starts and how process groups end: tests of that have ``fork=False`` or call
+``subprocess``. ``HYPOTHESIS_PROFILE=nightly``, and systems other than Linux, run every command in a
+Python of its own.
 """
 
 import atexit
@@ -207,8 +207,20 @@ def _run(arguments: list[str]) -> None:
         runpy.run_path(arguments[0], run_name="__main__")
 
 
+def _import_most_of_the_package() -> None:
+    """Import what `amp_patch.session` imports, and leave that to the commands.
+
+    It takes longer than most of the scripts, too. What tools wait for is the session's import.
+    """
+    sys.path.insert(0, str(Path(__file__).parent.parent))
+    importlib.import_module("amp_patch.session")
+    del sys.path[0], sys.modules["amp_patch.session"]
+    delattr(sys.modules["amp_patch"], "session")
+
+
 if __name__ == "__main__":
     del sys.path[0]  # this file's folder
     for name in IMPORTED:
         importlib.import_module(name)
+    _import_most_of_the_package()
     serve()
