@@ -188,10 +188,10 @@ def scaled_backward(amp: ModuleType, loss: Tensor, optimizers: Any, **options: A
         scaled_loss.backward()
 
 
-def profiled() -> torch.profiler.profile:
+def profiled(**options: Any) -> torch.profiler.profile:
     """Profile the CPU; torch before 2.13 warns where events of earlier cycles are not kept."""
     activities = [torch.profiler.ProfilerActivity.CPU]
-    return torch.profiler.profile(activities=activities, acc_events=True)
+    return torch.profiler.profile(activities=activities, acc_events=True, **options)
 
 
 class CountItems(TorchDispatchMode):
@@ -204,3 +204,24 @@ class CountItems(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += func is torch.ops.aten._local_scalar_dense.default
         return func(*args, **(kwargs or {}))
+
+
+def allocations(call: Callable[[], object]) -> list[int]:
+    """Return the bytes of each block of memory that torch takes within a call, on a CPU.
+
+    Also of those that an operator takes and gives back, of which no result tells.
+    """
+    with profiled(profile_memory=True) as profile:
+        call()
+    recorded: Any = profile.profiler
+    nodes = recorded.kineto_results.experimental_event_tree()
+    sizes = []
+    while nodes:
+        node = nodes.pop()
+        nodes += node.children
+        if (
+            node.tag == torch._C._profiler._EventType.Allocation
+            and node.extra_fields.alloc_size > 0
+        ):
+            sizes.append(node.extra_fields.alloc_size)
+    return sizes

@@ -172,9 +172,12 @@ class LargeInHalf:
         return made
 
     def _unscaled(self, half: Tensor, into: Tensor | None = None) -> Tensor:
-        # The bits of `kernels.unscaler`, in one pass: times one number, not 0-dim, it is fp32.
-        inverse = self._inverse if half.is_cpu else self._inverse.to(half.device)
-        exact = torch.mul(half, inverse, out=into)
+        # The bits of `kernels.unscaler`: times one number, not 0-dim, it is fp32.
+        if half.is_cpu:  # where torch would make a copy in fp32 before it multiplies
+            exact = half.float() if into is None else into.copy_(half)
+            exact = exact if self._scale == 1.0 else exact.mul_(self._inverse)
+        else:
+            exact = torch.mul(half, self._inverse.to(half.device), out=into)
         return exact if self._large.clip is None else exact.mul_(self._large.clip)
 
     def stored(self, row: int) -> Tensor:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Sequence
 
 import pytest
 import torch
+from support import allocations
 from torch import Tensor
 
 from amp_patch.gradients.half_gradients import HalfGradients, LargeInHalf, UnscaledLater
@@ -72,3 +74,16 @@ def test_what_is_unscaled_lies_as_the_masters() -> None:
         (made,) = source.make([0])
         assert made.stride() == master.stride()
         assert torch.equal(made, half.float() / SCALE)
+
+
+@pytest.mark.parametrize("scale", [1.0, SCALE])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_strips_are_unscaled_in_the_memory_of_one(scale: float, dtype: torch.dtype) -> None:
+    half, length = torch.randn(1 << 14).to(dtype), 1 << 12
+    half[:2] = torch.tensor([6e-8, float("nan")])
+    source = LargeInHalf([half], scale, [half.float()])
+    strips = [strip.clone() for strip in source.strips(0, length)]
+    exact = half.double() / scale
+    torch.testing.assert_close(torch.cat(strips), exact.float(), rtol=0, atol=0, equal_nan=True)
+    taken = allocations(lambda: collections.deque(source.strips(0, length), maxlen=0))
+    assert [size for size in taken if size > length] == [4 * length]

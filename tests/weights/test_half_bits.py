@@ -9,6 +9,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
+from support import allocations
 from torch import Tensor, nn
 
 from amp_patch.gradients.gradient_offer import GradientOffer
@@ -183,26 +184,11 @@ def test_another_order_of_memory_changes_no_sum(dtype: torch.dtype) -> None:
     assert sum_of_bits(images.to(memory_format=torch.channels_last)).equal(sum_of_bits(images))
 
 
-def largest_allocation(call: Any) -> int:
-    """Return the bytes of the largest block of memory that torch takes within a call, on a CPU."""
-    with torch.profiler.profile(profile_memory=True) as profile:
-        call()
-    results: Any = profile.profiler
-    nodes = results.kineto_results.experimental_event_tree()
-    sizes = [0]
-    while nodes:
-        node = nodes.pop()
-        nodes += node.children
-        if node.tag == torch._C._profiler._EventType.Allocation:
-            sizes.append(node.extra_fields.alloc_size)
-    return max(sizes)
-
-
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32])
 @pytest.mark.parametrize("size", [1 << 20, (1 << 20) + 1])
 def test_to_add_up_the_bits_copies_no_large_tensor(dtype: torch.dtype, size: int) -> None:
     tensor = torch.ones(size, dtype=dtype)
-    assert largest_allocation(tensor.clone) >= size * tensor.element_size()
-    assert largest_allocation(lambda: sum_of_bits(tensor)) < 1 << 16
+    assert max(allocations(tensor.clone)) >= size * tensor.element_size()
+    assert max(allocations(lambda: sum_of_bits(tensor))) < 1 << 16
     if dtype in HALVES:
-        assert largest_allocation(lambda: bits_of(tensor)) < 1 << 16
+        assert max(allocations(lambda: bits_of(tensor))) < 1 << 16
