@@ -10,6 +10,7 @@ of functions, rules or modes.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad
 from torch.autograd.function import FunctionCtx
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 
 from .mode import HALVES
 from .shared_casts import USES, is_in_selective_checkpoint, is_recorded
@@ -82,6 +83,22 @@ def forget() -> None:
     _further.clear()
     _parts.clear()
     _counts.clear()
+
+
+def forget_with(model: Module, weights: Iterable[Tensor]) -> weakref.finalize[..., Module]:
+    """Forget weights when a model goes: parts keep them until a backward, which may never come.
+
+    Returns:
+        What does so, to be detached.
+    """
+    return weakref.finalize(model, _forget_these, list(map(id, weights)))
+
+
+def _forget_these(keys: Iterable[int]) -> None:
+    for key in keys:
+        _loops.discard(key)
+        for table in (_counts, _further, _parts):
+            table.pop(key, None)
 
 
 def is_used_up(weight: Tensor) -> bool:

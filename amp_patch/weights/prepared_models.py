@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from amp_patch.casting import many_uses
 from amp_patch.casting.argument_casts import is_on_cast_device
 from amp_patch.casting.mode import ALL_DEVICES, HALVES, OFF, process
 from amp_patch.casting.weight_cache import WeightCache
@@ -104,6 +105,10 @@ class PreparedModels:
             weakref.WeakKeyDictionary()
         )
         self._state_hooks: weakref.WeakKeyDictionary[nn.Module, _StateHooks] = (
+            weakref.WeakKeyDictionary()
+        )
+        # of each model that was stored in half what forgets the uses of its weights with it
+        self._ends: weakref.WeakKeyDictionary[nn.Module, weakref.finalize[..., nn.Module]] = (
             weakref.WeakKeyDictionary()
         )
         # of each model that was converted the buffers that came in half, by their paths
@@ -291,6 +296,7 @@ class PreparedModels:
             self._converted[model] = came_in_half
         if dtype in HALVES:
             self._store.add_stored([*params, *rounded])
+            self._forget_uses_with(model, params)
         for buffer, original in rounded.items():
             self._store.set_buffer(buffer, original)
         for param, original in params.items():
@@ -303,6 +309,11 @@ class PreparedModels:
             if original.grad is not None:
                 param.grad = original.grad.to(param.dtype)
         return [*params, *rounded]
+
+    def _forget_uses_with(self, model: nn.Module, weights: Collection[Tensor]) -> None:
+        if model in self._ends:
+            self._ends[model].detach()
+        self._ends[model] = many_uses.forget_with(model, weights)
 
     def _attach(self, model: nn.Module, level: OptLevel, rules: ModelRules) -> None:
         """Put the hooks of ``level`` on a model, in place of those of an earlier level."""

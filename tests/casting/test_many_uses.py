@@ -345,6 +345,34 @@ def test_what_a_failed_iteration_has_used_ends_with_the_next_one(amp: ModuleType
     assert weight() is None
 
 
+def test_parts_go_with_a_model_that_is_only_evaluated(amp: ModuleType) -> None:
+    model, optimizer = looping(amp)
+    other, _ = looping(amp)
+    for _ in range(3):
+        model(torch.ones(2, 4))
+        other(torch.ones(2, 4))
+    weight = weakref.ref(model.weight)
+    others = {key: many_uses._parts[key] for key in map(id, other.parameters())}
+    assert len(many_uses._parts) == 4
+    del model, optimizer
+    gc.collect()
+    assert weight() is None
+    assert many_uses._parts == others
+
+
+def test_parts_go_with_a_model_that_was_initialized_again(amp: ModuleType) -> None:
+    model, _ = looping(amp)
+    amp.deactivate()
+    model.weight = nn.Parameter(model.weight.detach().clone())
+    amp.initialize(model, opt_level="O5", verbosity=0)
+    for _ in range(3):
+        model(torch.ones(2, 4))
+    weight = weakref.ref(model.weight)
+    del model
+    gc.collect()
+    assert weight() is None
+
+
 def test_parts_go_with_amp(amp: ModuleType) -> None:
     model, _ = looping(amp)
     model(torch.ones(2, 4))
