@@ -22,7 +22,7 @@ from linear_training import (
     prepared,
     train_step,
 )
-from support import exactly, scaled_backward
+from support import allocations, exactly, scaled_backward
 from torch import nn
 from torch.optim import LBFGS, SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, StepLR
@@ -345,3 +345,26 @@ def test_deactivate_leaves_nothing_on_the_optimizer(amp: ModuleType) -> None:
     amp.deactivate()
     assert set(vars(optimizer)) == before
     assert not optimizer._optimizer_step_post_hooks
+
+
+@pytest.mark.parametrize("fused_step", [False, True])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_no_operator_takes_memory_beyond_gradients_in_float32(
+    amp: ModuleType, level: str, fused_step: bool
+) -> None:
+    """Nor in the first steps, in which writes are looked for; nor inside, where no result tells."""
+    model = nn.Linear(1000, 640, bias=False)
+    size = model.weight.numel()
+    optimizer = AdamW(model.parameters(), lr=1e-3, eps=1e-4, fused=True)
+    options = {"opt_level": level, "fused_step": fused_step, "loss_scale": 8.0, "verbosity": 0}
+    amp.initialize(model, optimizer, **options)
+    for step in range(18):
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 1000)).float().square().mean()
+        if step not in (1, 17):
+            scaled_backward(amp, loss, optimizer)
+            optimizer.step()
+            continue
+        taken = allocations(lambda loss=loss: scaled_backward(amp, loss, optimizer))
+        assert max(taken) == (2 * size if fused_step else 4 * size)
+        assert max(allocations(optimizer.step), default=0) <= size
