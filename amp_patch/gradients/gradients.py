@@ -6,9 +6,10 @@ unscaled is `gradient_buffers`' subject, gradients that stay scaled are `scaled_
 
 from __future__ import annotations
 
+import functools
 import operator
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, compress
 from typing import Any
 
@@ -22,6 +23,7 @@ from amp_patch.kernels.graph_capture import captures
 from amp_patch.weights.lazy_gradients import LazyGradients
 from amp_patch.weights.own_gradients import OwnGradients
 from amp_patch.weights.parameter_lists import (
+    STORED_GRAD,
     Tensors,
     are_complete,
     are_same,
@@ -63,6 +65,8 @@ class Gradients:
         scaled: those that are still multiplied by a loss scale.
         stepped: those that a step has used, and left for the next backward outside to add to.
         parted: lets go of parameters that leave the optimizer.
+        has_given: whether the step is to use gradients that a script gave masters, where no pass
+            has left any, or they were cleared.
         elsewhere: half parameters of which other ranks step the masters (ZeRO). Their gradients are
             cleared before the next pass, which would share them among the ranks once more. Where
             the others' wait scaled, theirs do, too.
@@ -87,6 +91,7 @@ class Gradients:
         self.unused = UnusedWrites(self._received, lazy)
         self.outside = OutsidePasses(self._received, self._used, self._own, self.unused)
         self.parted = PartedGradients(lazy, self.scaled, self._aside, self._received, self._used)
+        self.has_given = False
         self.elsewhere: list[Tensor] = []
 
     @property
@@ -155,8 +160,7 @@ class Gradients:
         written = chain(pairs.model, self.elsewhere)
         if self.scaled.scale is not None and all(param.grad is None for param in written):
             # The user dropped them (model.zero_grad(), p.grad = None) and all that came before.
-            for _, master in pairs.halves():
-                master.grad = None
+            self._clear_masters(self._without_given(master for _, master in pairs.halves()))
             self.forget()
         return self.scaled.scale is not None
 
@@ -172,7 +176,14 @@ class Gradients:
             self._aside.clear()
             self._received.end()
             self.outside.end()
+        if self._lazy is not None:
+            self._lazy.stored = ()
+        self.has_given = False
         self._own.forget()
+
+    def note_given(self, pairs: ParamPairs) -> None:
+        """No pass has given masters any: note whether a script has."""
+        self.has_given = any(_has_grad(master) for _, master in pairs.halves())
 
     def are_used(self, pairs: ParamPairs) -> bool:
         """Return whether only gradients are there that a step has used; waits for the device.
@@ -239,6 +250,20 @@ class Gradients:
         if masters and self._lazy is not None and self._lazy.are_waiting:
             self._lazy.discard(masters)
         clear_grads(masters)
+
+    def _without_given(self, masters: Iterable[Tensor]) -> list[Tensor]:
+        """Return those of masters that have no gradient that a script has given them.
+
+        What is cleared by hand is found later: a script may have given masters others since.
+        """
+        stored, found = self._received.stored(), []
+        for master in masters:
+            grad = stored_grad(master)
+            if grad is None or id(grad) in stored or self._own.has_stored(master):
+                found.append(master)
+            else:
+                self.has_given = True
+        return found
 
     def set_aside(self, pairs: ParamPairs, scale: float | Tensor) -> None:
         """Make room for a backward of a loss multiplied by ``scale``.
@@ -365,7 +390,8 @@ class Gradients:
                 aside = self._aside.grads
                 self._used.begin(self._used.among(aside) if aside else (), are_older=True)
             self._used.add(references)
-            self._received.note(params, halves, references)
+            stored: Iterator[Any] = filter(_IS_THERE, map(STORED_GRAD, taken.given.master))
+            self._received.note(params, halves, references, list(map(weakref.ref, stored)))
         self._aside.give_back()
 
     @without_default_device
@@ -429,7 +455,8 @@ class Gradients:
         Args:
             pairs: of the optimizer.
             by_value: see `ReceivedGradients.changes`.
-            among: ids of the parameters that are looked at; None: all.
+            among: ids of the parameters that are looked at, which a call clears now, with what a
+                script has given their masters; None: all.
         """
         if self.are_delayed(pairs):
             return
@@ -439,11 +466,14 @@ class Gradients:
         (params, masters), written = self._received.changes(own, by_value)
         for grad, is_another in written:
             self.unused.tell_of(grad, is_another)
-        self._clear_masters(masters)
+        self._clear_masters(self._without_given(masters) if among is None else masters)
         # Where all half gradients are cleared nothing counts as received any more. Float32 ones, of
         # a batch norm, are cleared at the parameters themselves, and count where all are such.
         halves = [param for param, _ in pairs.halves()]
         self._received.keep(halves or pairs.model, set(map(id, params)))
+
+
+_IS_THERE = functools.partial(operator.is_not, None)
 
 
 def _has_grad(param: Tensor) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -47,8 +48,8 @@ class Changes(NamedTuple):
     written: list[tuple[Tensor, bool]]
 
 
-#: Parameters, the versions of their gradients, and references to these.
-_Pass = tuple[list[Tensor], list[int], Sequence[Reference]]
+#: Parameters, the versions of their gradients, references to these, and to those of masters.
+_Pass = tuple[list[Tensor], list[int], Sequence[Reference], Sequence[Reference]]
 
 
 class ReceivedGradients:
@@ -78,7 +79,11 @@ class ReceivedGradients:
         return bool(self._passes)
 
     def note(
-        self, params: list[Tensor], grads: list[Tensor], references: Sequence[Reference]
+        self,
+        params: list[Tensor],
+        grads: list[Tensor],
+        references: Sequence[Reference],
+        stored: Sequence[Reference],
     ) -> None:
         """Note what one pass has given, the last one of these parameters, in their order.
 
@@ -86,6 +91,7 @@ class ReceivedGradients:
             params: half parameters.
             grads: theirs.
             references: to these.
+            stored: references to what masters have got; none to what waits.
         """
         source = None if self._lazy is None else self._lazy.source
         if isinstance(source, HalfGradients) and are_same(source.grads, grads):
@@ -93,7 +99,7 @@ class ReceivedGradients:
         else:
             versions = list(map(VERSION, grads))
         self._passes = [row for row in self._passes if not are_same(row[0], params)]
-        self._passes.append((params, versions, references))
+        self._passes.append((params, versions, references, stored))
         self._stepped = []  # which may keep small gradients alive
         # A step that unscales half gradients later refuses changed ones itself.
         are_read = not isinstance(source, HalfGradients)
@@ -118,23 +124,23 @@ class ReceivedGradients:
         """
         if not self._stepped or self._count_data_reads() != self._data_reads:
             return False
-        return all(_untouched(*row) and _are_plain(row[0]) for row in self._stepped)
+        return all(_untouched(*row[:3]) and _are_plain(row[0]) for row in self._stepped)
 
     def note_again(self, params: list[Tensor]) -> None:
         """Note the gradients of some parameters as they are now, where they were noted before."""
-        self._passes = [_as_they_are_now(*row, params) for row in self._passes]
+        self._passes = [_as_they_are_now(row, params) for row in self._passes]
         if self._watched.passes_left:
             self._watched.note(params)
 
     def params(self) -> list[Tensor]:
         """Return the parameters, those of the first pass first."""
-        return [param for params, _, _ in self._passes for param in params]
+        return [param for row in self._passes for param in row[0]]
 
     @without_default_device
     def are_untouched(self) -> bool:
         """Return whether no gradient was written to, cleared, or replaced."""
         for row in self._passes:
-            if not _untouched(*row):
+            if not _untouched(*row[:3]):
                 return False
         return not (self._watched.sums and self._watched.written(self.params()))
 
@@ -163,20 +169,28 @@ class ReceivedGradients:
                 changes.written.append((grad, not is_noted))
         return changes
 
+    def stored(self) -> set[int]:
+        """Return the ids of the gradients that masters have got of passes, and no script's."""
+        made = () if self._lazy is None else self._lazy.stored
+        references = chain(made, *(stored for *_, stored in self._passes))
+        found = (one if isinstance(one, Tensor) else one() for one in references)
+        return {id(grad) for grad in found if grad is not None}
+
     def keep(self, params: list[Tensor], cleared: Collection[int]) -> None:
         """Forget all but what came last of these parameters, less those of the cleared ids."""
         noted = self._by_param()
         kept = [param for param in params if id(param) in noted and id(param) not in cleared]
         versions = [noted[id(param)].version for param in kept]
         references = [noted[id(param)].reference for param in kept]
-        self._passes = [(kept, versions, references)] if kept else []
+        stored = list(chain.from_iterable(stored for *_, stored in self._passes))
+        self._passes = [(kept, versions, references, stored)] if kept else []
 
     def _by_param(self) -> dict[int, Noted]:
         """Return what was noted last of each parameter's gradient, by the parameter's id."""
         return {
             id(param): Noted(version, reference)
             for row in self._passes
-            for param, version, reference in zip(*row, strict=True)
+            for param, version, reference in zip(*row[:3], strict=True)
         }
 
 
@@ -185,13 +199,12 @@ def _are_plain(params: list[Tensor]) -> bool:
     return {*map(type, look_up(GRAD, params))} == {Tensor}
 
 
-def _as_they_are_now(
-    params: list[Tensor], versions: list[int], references: Sequence[Reference], again: list[Tensor]
-) -> _Pass:
+def _as_they_are_now(row: _Pass, again: list[Tensor]) -> _Pass:
     """Return what is noted of a pass, anew for some parameters."""
+    params, versions, references, stored = row
     grads: list[Any] = look_up(GRAD, params)
     if are_same(params, again) and are_complete(grads) and are_of(references, grads):
-        return params, list(map(VERSION, grads)), references
+        return params, list(map(VERSION, grads)), references, stored
     ids, versions, references = set(map(id, again)), list(versions), list(references)
     for place, param in enumerate(params):
         grad = stored_grad(param) if id(param) in ids else None
@@ -199,7 +212,7 @@ def _as_they_are_now(
             versions[place] = grad._version
             if not is_of(references[place], grad):
                 references[place] = weakref.ref(grad)
-    return params, versions, references
+    return params, versions, references, stored
 
 
 def _is_copy(grad: Tensor, reference: Reference | None, master: Tensor) -> bool:

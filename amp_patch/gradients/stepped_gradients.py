@@ -87,12 +87,13 @@ class SteppedGradients:
         self._waits = False
         if not self.copied:
             return
-        written = self._written()
+        written, used = self._written(), set(map(id, self._used.alive()))
         for param, master in self.copied.values():
-            grad = stored_grad(master)
+            grad, half = stored_grad(master), stored_grad(param)
             if grad is None:
-                store_grad(param, None)
-            elif id(master) not in written or stored_grad(param) is None:
+                if id(half) in used:  # and not what a script has put there since
+                    store_grad(param, None)
+            elif id(master) not in written or (half is None and self._own.has_stored(master)):
                 store_grad(master, None)
             elif not steps:
                 give_rounded(param, master)

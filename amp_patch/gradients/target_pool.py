@@ -49,6 +49,9 @@ class TargetPool:
         check: of this memory.
         reusable: knows whether anybody holds a target, or the flag of ``check``, apart from the
             caller, who is to hold them as long.
+
+    Attributes:
+        targets: as given.
     """
 
     def __init__(
@@ -58,7 +61,7 @@ class TargetPool:
         check: InPlaceCheck,
         reusable: Reusable,
     ) -> None:
-        self._memory, self._targets = memory, targets
+        self._memory, self.targets = memory, targets
         self._check, self._reusable = check, reusable
         # Where the gradients of later passes go first; None until there is one.
         self._more: TargetPool | None = None
@@ -78,7 +81,7 @@ class TargetPool:
             What was found, with the targets. None, with nothing done, where the scale is a tensor
             or below 1, somebody holds a target, or a gradient is sparse, which torch does not copy.
         """
-        targets = self._targets
+        targets = self.targets
         if isinstance(scale, Tensor) or (scale is not None and scale < 1.0):
             return None
         if not self._reusable.are_free():
@@ -96,7 +99,7 @@ class TargetPool:
 
     def are_targets(self, grads: Sequence[Tensor | None]) -> bool:
         """Return whether these are what `take` has unscaled into."""
-        return are_same(grads, self._targets)
+        return are_same(grads, self.targets)
 
     @without_grad
     def take_more(
@@ -117,11 +120,11 @@ class TargetPool:
         if check is not None:
             torch._foreach_add_(self._memory, self._more._memory)
             if shows:
-                write(grads, self._targets)
+                write(grads, self.targets)
         return check
 
     def _another(self) -> TargetPool:
-        memory, made = small_tensors.allocate(self._targets)
+        memory, made = small_tensors.allocate(self.targets)
         targets: Any = made  # no second list: references to the targets are counted
         check = InPlaceCheck()
         return TargetPool(memory, targets, check, Reusable([*targets, check.flag]))

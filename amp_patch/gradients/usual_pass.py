@@ -80,7 +80,7 @@ class UsualPass:
         give = self._give if is_first else self._give_more
         check = give(pool, buffers.masters, grads, scale)
         if check is not None:
-            self._received.note(pairs.model, grads, grads)
+            self._received.note(pairs.model, grads, grads, pool.targets)
         return check
 
     def _add_in_place(

@@ -55,12 +55,14 @@ class LazyGradients:
     Attributes:
         params: whose gradients are waiting; empty where none are.
         source: makes them, a row for each parameter; None where none are waiting.
+        stored: references to those that were made, until somebody forgets them.
     """
 
     def __init__(self) -> None:
         self.params: Sequence[Tensor] = ()
         self.source: Source | None = None
         self._rows: Sequence[int] = ()
+        self.stored: Sequence[weakref.ref[Tensor]] = ()
 
     @property
     def are_waiting(self) -> bool:
@@ -90,6 +92,7 @@ class LazyGradients:
                 pairs = zip(earlier, grads, strict=True)
                 grads = [grad if one is None else one + grad for one, grad in pairs]
             store_grads(params, grads)
+            self.stored = [*self.stored, *map(weakref.ref, grads)]
 
     def materialize_or_drop(self) -> RuntimeError | None:
         """Make and store the gradients; drop them where they cannot be made, and return why."""

@@ -66,6 +66,12 @@ class OwnGradients:
             return False
         return self._version(grad) == version
 
+    def has_stored(self, master: Tensor) -> bool:
+        """Return whether a master's gradient was noted, whoever has written to it since."""
+        reference, _ = self._noted.get(id(master), (None, 0))
+        grad = stored_grad(master)
+        return grad is not None and reference is not None and reference() is grad
+
     def forget(self) -> None:
         """Forget all of them: they were stepped or cleared."""
         self.sums.clear()

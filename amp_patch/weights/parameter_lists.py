@@ -23,7 +23,8 @@ Value = TypeVar("Value")
 _GRAD: Any = Tensor.grad
 #: Read, and set, the gradient that is there, without asking for one.
 stored_grad: Callable[[Tensor], Tensor | None] = _GRAD.__get__
-_STORED: Callable[[Tensor], Tensor | None] = operator.attrgetter("_grad")  # the same, of many
+#: The same, of many.
+STORED_GRAD: Callable[[Tensor], Tensor | None] = operator.attrgetter("_grad")
 store_grad: Callable[[Tensor, Tensor | None], None] = _GRAD.__set__
 
 _keeping_version: Any = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]  # torch's own
@@ -161,7 +162,7 @@ def clear_grads(params: Iterable[Tensor]) -> None:
 
 def stored_grads(params: Iterable[Tensor]) -> list[Tensor | None]:
     """Return the gradients that are there; None where there is none, or one waits."""
-    return look_up(_STORED, params)
+    return look_up(STORED_GRAD, params)
 
 
 def have_none(params: Iterable[Tensor]) -> bool:

@@ -121,8 +121,8 @@ class Received:
         """Return all that the next step, pass or reader of gradients goes by."""
         gradients, pairs = self.gradients, self.pairs
         found: list[Any] = [*self.kept, gradients.are_pending, gradients.may_be_cleared]
-        found.append([list(map(self.name, params)) for params, _, _ in gradients._received._passes])
-        found.append([versions for _, versions, _ in gradients._received._passes])
+        found.append([list(map(self.name, params)) for params, *_ in gradients._received._passes])
+        found.append([versions for _, versions, *_ in gradients._received._passes])
         found += [gradients.are_used(pairs), gradients.are_cleared(pairs)]
         found += map(numbers, [*pairs.model, *pairs.master])
         found.append(None if self.held is None else self.held.to_dense().tolist())

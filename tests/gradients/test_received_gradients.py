@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ def noted(params: list[Tensor], weakly: bool = False) -> ReceivedGradients:
     for part in (params[:1], params[1:]):
         grads = [param.grad for param in part if param.grad is not None]
         references = list(map(weakref.ref, grads)) if weakly else grads
-        received.note(part, grads, references)
+        received.note(part, grads, references, [])
     return received
 
 
@@ -83,7 +84,7 @@ def test_after_a_read_of_data_nobody_knows_what_a_script_wrote() -> None:
     params, reads = params_with_gradients(), [7]
     received = ReceivedGradients(count_data_reads=lambda: reads[0])
     grads = [param.grad for param in params if param.grad is not None]
-    received.note(params, grads, grads)
+    received.note(params, grads, grads, [])
     received.end()
     assert received.are_as_stepped()
     reads[0] += 1
@@ -100,7 +101,7 @@ def test_what_a_step_has_used_goes_with_the_next_pass() -> None:
         param.grad = torch.ones_like(param)
     grads = [param.grad for param in params]
     assert [one() for one in used] != [None] * 3
-    received.note(params, grads, grads)
+    received.note(params, grads, grads, [])
     assert [one() for one in used] == [None] * 3
 
 
@@ -175,3 +176,15 @@ def test_those_that_are_noted_again_have_other_values_or_were_replaced() -> None
         assert not received.are_untouched()
         received.note_again(params)
         assert received.are_untouched() == (change is not cleared)
+
+
+def test_what_masters_got_is_known_while_it_lives() -> None:
+    params, received = params_with_gradients(), ReceivedGradients()
+    got = [torch.ones(2), torch.ones(2)]
+    grads: list[Any] = [param.grad for param in params]
+    received.note(params[:1], grads[:1], grads[:1], got[:1])
+    received.note(params[1:], grads[1:], grads[1:], [weakref.ref(got[1])])
+    received.keep(params, {id(params[0])})
+    assert received.stored() == set(map(id, got))
+    del got[1]
+    assert received.stored() == {id(got[0])}

@@ -192,6 +192,28 @@ def test_what_is_written_there_is_for_a_step_or_a_backward(halves, masters):
     assert halves[0].grad.tolist() == [4.0] * 3
 
 
+def test_what_is_given_there_after_the_half_one_was_cleared_is_stepped(halves, masters):
+    gradients = stepped(halves, masters)
+    halves[0].grad = None
+    masters[0].grad = given = torch.ones(3)
+    gradients.follow(steps=True)
+    assert masters[0].grad is given
+    masters[0].grad = None
+    halves[0].grad = torch.ones(3, dtype=torch.bfloat16)
+    gradients = stepped(halves, masters)
+    halves[0].grad = None
+    gradients.follow(steps=True)
+    assert masters[0].grad is None
+
+
+def test_a_half_one_that_is_given_after_that_there_was_cleared_stays(halves, masters):
+    gradients = stepped(halves, masters)
+    masters[0].grad = None
+    halves[0].grad = given = torch.ones(3, dtype=torch.bfloat16)
+    gradients.follow(steps=True)
+    assert halves[0].grad is given
+
+
 def test_a_step_uses_no_gradient_again_that_is_not_a_number(halves, masters):
     halves[0].grad.fill_(torch.nan)
     gradients = stepped(halves, masters)
