@@ -178,7 +178,7 @@ class Gradients:
             self.outside.end()
         if self._lazy is not None:
             self._lazy.stored = ()
-        self.has_given = False
+        self.has_given = self.outside.came_beside = False
         self._own.forget()
 
     def note_given(self, pairs: ParamPairs) -> None:
@@ -405,20 +405,22 @@ class Gradients:
     @property
     def take_unscaled(self) -> bool:
         """True where a backward outside of ``scale_loss`` may have left what masters are to get."""
-        return self.scaled.scale is None and (self.outside.was_last or not self._received)
+        outside = self.outside
+        may_be = outside.was_last or outside.came_beside or not self._received
+        return may_be and self.scaled.scale is None
 
     def receive_unscaled(self, pairs: ParamPairs) -> None:
         """Give masters what a backward outside of ``scale_loss`` left at their parameters.
 
         It is added to what the backward wrote to masters themselves. Call it where `take_unscaled`.
         """
-        if are_same(*pairs) or self._are_waiting:
+        if are_same(*pairs) or (self._are_waiting and not self.outside.came_beside):
             return
         were_shown = bool(self._received)
         left = self.outside.left(pairs)
         if left is not None:
             self.finish(self.receive(left, None))
-            self.outside.was_last = True
+            self.outside.was_last |= not were_shown
             if were_shown:
                 self.outside.note_shown(pairs)
 
