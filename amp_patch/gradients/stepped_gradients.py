@@ -93,11 +93,18 @@ class SteppedGradients:
             if grad is None:
                 if id(half) in used:  # and not what a script has put there since
                     store_grad(param, None)
-            elif id(master) not in written or (half is None and self._own.has_stored(master)):
+            elif id(master) not in written or (half is None and self._was_there(master)):
                 store_grad(master, None)
             elif not steps:
                 give_rounded(param, master)
         self.forget()
+
+    def _was_there(self, master: Tensor) -> bool:
+        """Return whether a master had its gradient when the half one was cleared.
+
+        Where `look_at` tells, it has; else one that a script has set is taken for a later one.
+        """
+        return self.are_left or self._own.has_stored(master)
 
     def _written(self) -> set[int]:
         """Return the ids of masters to whose gradients a script has written; waits for a device."""

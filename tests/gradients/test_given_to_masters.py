@@ -87,10 +87,7 @@ def script(request: pytest.FixtureRequest, amp: ModuleType, level: str, fused_st
     return Script(amp, level, request.param, fused_step=fused_step)
 
 
-# the first of such steps come behind `p.grad = None`, with gradients
-pytestmark = pytest.mark.filterwarnings("error:gradients must last until the step")
-
-
+@pytest.mark.filterwarnings("error:gradients must last until the step")
 @FUSED
 @LEVELS
 def test_what_masters_are_given_behind_the_models_clearing_is_stepped(script: Script) -> None:
