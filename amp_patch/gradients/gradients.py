@@ -240,6 +240,11 @@ class Gradients:
         given = cleared.difference(map(id, self._received.params()))
         clear_grads([master for param, master in pairs.halves() if id(param) in given])
 
+    def forget_used(self) -> None:
+        """All gradients are gone: those that a step has used are kept alive no more."""
+        self._used.begin(())
+        self._received.stepped = []
+
     def clear_elsewhere(self) -> None:
         """Clear those of parameters whose masters other ranks step."""
         if self.elsewhere:

@@ -62,6 +62,9 @@ class ReceivedGradients:
         lazy: what keeps the masters' gradients until they are read; None: they are stored.
         count_data_reads: returns how often a script has read the ``.data`` of a half tensor, by
             which it may have written without a version.
+
+    Attributes:
+        stepped: the passes that `end` has ended, until others are noted.
     """
 
     def __init__(
@@ -71,7 +74,7 @@ class ReceivedGradients:
     ) -> None:
         self._lazy, self._count_data_reads = lazy, count_data_reads
         self._passes: list[_Pass] = []
-        self._stepped: list[_Pass] = []  # those that `end` has ended, until others are noted
+        self.stepped: list[_Pass] = []
         self._data_reads = 0  # by then
         self._watched = WatchedBits()
 
@@ -100,7 +103,7 @@ class ReceivedGradients:
             versions = list(map(VERSION, grads))
         self._passes = [row for row in self._passes if not are_same(row[0], params)]
         self._passes.append((params, versions, references, stored))
-        self._stepped = []  # which may keep small gradients alive
+        self.stepped = []  # which may keep small gradients alive
         # A step that unscales half gradients later refuses changed ones itself.
         are_read = not isinstance(source, HalfGradients)
         if are_read and self._watched.passes_left:
@@ -114,7 +117,7 @@ class ReceivedGradients:
 
     def end(self) -> None:
         """The gradients were stepped or cleared: no step is to use them any more."""
-        self._stepped, self._data_reads = self._passes, self._count_data_reads()
+        self.stepped, self._data_reads = self._passes, self._count_data_reads()
         self.clear()
 
     def are_as_stepped(self) -> bool:
@@ -122,9 +125,9 @@ class ReceivedGradients:
 
         A device is not asked for it.
         """
-        if not self._stepped or self._count_data_reads() != self._data_reads:
+        if not self.stepped or self._count_data_reads() != self._data_reads:
             return False
-        return all(_untouched(*row[:3]) and _are_plain(row[0]) for row in self._stepped)
+        return all(_untouched(*row[:3]) and _are_plain(row[0]) for row in self.stepped)
 
     def note_again(self, params: list[Tensor]) -> None:
         """Note the gradients of some parameters as they are now, where they were noted before."""

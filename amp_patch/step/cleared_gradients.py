@@ -79,7 +79,10 @@ class ClearedGradients:
         if self._current.is_open:
             return
         if not self._gradients.are_pending:
-            self._shown.offer_stepped()  # of other parameters
+            if have_none(self._pairs().model):
+                self._gradients.forget_used()
+            else:
+                self._shown.offer_stepped()  # of other parameters
             return
         if not self._gradients.may_be_cleared:
             return

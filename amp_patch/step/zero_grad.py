@@ -55,7 +55,8 @@ class ZeroGrad:
         """
         backward = self._backward
         backward.cleared.note()
-        if self._is_torchs and (args, kwargs) in SETS_NONE:
+        sets_none = self._is_torchs and (args, kwargs) in SETS_NONE
+        if sets_none:
             if self._fused is not None:
                 self._fused.lazy.drop()
             pairs = backward.pairs()
@@ -69,6 +70,8 @@ class ZeroGrad:
                 return
         backward.gradients.clear_elsewhere()
         backward.cleared.forget()
+        if sets_none and self._masters is not None:
+            backward.gradients.forget_used()
         backward.skip.forget_cleared()  # what overflowed is gone
         if backward.current.is_open and backward.zeroing.is_watched:
             backward.shown.watch_block()

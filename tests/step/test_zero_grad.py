@@ -1,11 +1,14 @@
 """``optimizer.zero_grad()`` clears what plain PyTorch clears, and an overflow with it."""
 
+import weakref
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from linear_training import backward, linear, prepared, train_step
+from support import scaled_backward
+from torch import nn
 from torch.optim import SGD
 
 from amp_patch.step.zero_grad import ZeroGrad
@@ -114,3 +117,22 @@ def test_gradients_that_become_none_are_cleared_without_torch(
     assert (not others) is is_short
     grads = [param.grad for param in model.parameters()]
     assert all(grad is None if is_short else not grad.any() for grad in grads)
+
+
+@pytest.mark.parametrize("width", [4, 100])
+@pytest.mark.parametrize("fused_step", [False, True])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("of", ["optimizer", "model"])
+def test_what_was_cleared_is_gone(
+    amp: ModuleType, of: str, level: str, fused_step: bool, width: int
+) -> None:
+    model = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
+    options = {"opt_level": level, "fused_step": fused_step, "loss_scale": 8.0, "verbosity": 0}
+    amp.initialize(model, optimizer, **options)
+    for _ in range(3):
+        scaled_backward(amp, model(torch.ones(2, width)).float().square().mean(), optimizer)
+        optimizer.step()
+        grads = [weakref.ref(param.grad) for param in model.parameters()]
+        {"optimizer": optimizer, "model": model}[of].zero_grad()
+        assert [grad() for grad in grads] == [None] * 4
