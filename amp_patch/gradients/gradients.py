@@ -240,6 +240,10 @@ class Gradients:
         given = cleared.difference(map(id, self._received.params()))
         clear_grads([master for param, master in pairs.halves() if id(param) in given])
 
+    def are_as_stepped(self) -> bool:
+        """Return whether those that the last step has used are there, and nobody wrote to them."""
+        return not self._used.has_older and self._received.are_as_stepped()
+
     def forget_used(self) -> None:
         """All gradients are gone: those that a step has used are kept alive no more."""
         self._used.begin(())
@@ -446,8 +450,7 @@ class Gradients:
             self.drop_cleared(pairs)
         if self.are_pending or self._used.are_left or have_none(pairs.model):
             return
-        # as nearly always: no device is to be waited for
-        if not self._used.has_older and self._received.are_as_stepped():
+        if self.are_as_stepped():  # as nearly always: no device is to be waited for
             return
         used = set(map(id, self._used.alive()))
         found = [grad for param in pairs.model if id(grad := stored_grad(param)) in used]

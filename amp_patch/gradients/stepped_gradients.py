@@ -16,6 +16,7 @@ from torch import Tensor
 
 from amp_patch import kernels
 from amp_patch.distributed.shards import local
+from amp_patch.early_looks import WATCHED
 from amp_patch.kernels.graph_capture import captures
 from amp_patch.weights.own_gradients import OwnGradients
 from amp_patch.weights.parameter_lists import store_grad, stored_grad
@@ -32,14 +33,14 @@ class SteppedGradients:
         own: tells which gradients of masters no script has written.
 
     Attributes:
-        copied: each half parameter with its master, by the id of this, from `copy_to_masters`
-            until `follow` or `forget`.
+        copied: each half parameter with its master, and the version of its gradient, by the id of
+            the master, from `copy_to_masters` until `follow` or `forget`.
     """
 
     def __init__(self, used: UsedGradients, own: OwnGradients) -> None:
         self._used, self._own = used, own
-        self._waits = False
-        self.copied: dict[int, tuple[Tensor, Tensor]] = {}
+        self._waits, self._looks_left = False, WATCHED
+        self.copied: dict[int, tuple[Tensor, Tensor, int]] = {}
 
     @property
     def are_left(self) -> bool:
@@ -62,13 +63,13 @@ class SteppedGradients:
     def copy_to_masters(self, pairs: ParamPairs) -> None:
         """Let masters have copies of those that are still as the step left them."""
         used = set(map(id, self._used.left() if self.are_left else self._used.alive()))
-        copied: dict[int, tuple[Tensor, Tensor]] = {}
+        copied: dict[int, tuple[Tensor, Tensor, int]] = {}
         for param, master in zip(*pairs, strict=True):
             grad = stored_grad(param)
             if grad is not None and id(grad) in used and stored_grad(master) is None:
                 store_grad(master, grad.detach().to(master.dtype, copy=True))
                 self._own.note(master)
-                copied[id(master)] = param, master
+                copied[id(master)] = param, master, grad._version
         self.copied = copied
 
     def look_at(self, master: Tensor) -> None:
@@ -88,7 +89,7 @@ class SteppedGradients:
         if not self.copied:
             return
         written, used = self._written(), set(map(id, self._used.alive()))
-        for param, master in self.copied.values():
+        for param, master, _ in self.copied.values():
             grad, half = stored_grad(master), stored_grad(param)
             if grad is None:
                 if id(half) in used:  # and not what a script has put there since
@@ -111,13 +112,17 @@ class SteppedGradients:
         written: set[int] = set()
         unmoved: list[tuple[Tensor, Tensor]] = []
         left = set(map(id, self._used.left()))
-        for param, master in self.copied.values():
+        if self._looks_left:  # before a block this matters in the first ones alone, which are told
+            self._looks_left -= 1
+            left |= set(map(id, self._used.alive()))
+        for param, master, version in self.copied.values():
             used = stored_grad(param)
             if stored_grad(master) is None:
                 continue
             if not self._own.has(master):
                 written.add(id(master))
-            elif used is not None and id(used) in left:  # ``grad.data`` moves no version
+            elif used is not None and id(used) in left and used._version == version:
+                # ``grad.data`` moves no version
                 unmoved.append((param, master))
         return written | have_other_numbers(unmoved)
 

@@ -81,6 +81,8 @@ class ShownMasters:
         self._gradients, self._fused = gradients, fused
         self._current, self._foreign, self._joined = current, foreign, joined
         self._offer = GradientOffer(self)
+        # whether masters waited to be read when the backward began that is outside of a block
+        self._waited = False
         # ids of the masters' own, from `watch_block` on; None: no block is watched
         self._known: set[int] | None = None
 
@@ -203,7 +205,9 @@ class ShownMasters:
             return
         if self._held.joined:  # of which new masters have copies
             self._joined.take_over()
-        self._gradients.stepped.follow()
+        stepped = self._gradients.stepped
+        self._waited = stepped.wait_to_be_read
+        stepped.follow()
         self._gradients.give_back(self._pairs())
 
     def offer(self) -> None:
@@ -215,6 +219,9 @@ class ShownMasters:
             pairs = self._pairs()
             if not are_same(*pairs) and not have_none(pairs.model):
                 self._offer.make(*pairs)
+        if self._waited and self._gradients.are_as_stepped():  # it was of another model
+            self._gradients.stepped.note_step(True)
+        self._waited = False
 
     def offer_stepped(self) -> None:
         """A script may read what a step has used, and clear it before the next backward."""

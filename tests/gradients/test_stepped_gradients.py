@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
+from support import CountItems
 from torch import Tensor, nn
 
 from amp_patch.gradients.param_pairs import ParamPairs
@@ -385,3 +386,49 @@ def test_a_second_step_behind_one_of_blocks_changes_nothing_where_they_were_read
         warnings.simplefilter("ignore")  # of a step without gradients
         optimizer.step()
     torch.testing.assert_close(stepped_by(optimizer)[:2], before, rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("clear", [zero, zero_data, set_to_none])
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_script_may_clear_those_of_the_groups_between_step_and_block(
+    amp, level, beside, clear
+) -> None:
+    """Also where another model, which amp never got, has a backward beside."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    plain = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    alike = torch.optim.SGD(plain.parameters(), lr=0.1)
+    other = nn.Linear(3, 1)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
+    for _ in range(40):  # more than are watched
+        clear(stepped_by(optimizer))
+        with amp.scale_loss(model(X).float().square().mean(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        if beside:
+            other(X).sum().backward()
+    for _ in range(40):
+        alike.zero_grad()
+        plain(X).square().mean().backward()
+        alike.step()
+    pairs = zip(stepped_by(optimizer), plain.parameters(), strict=True)
+    for master, exact in pairs:
+        torch.testing.assert_close(master.detach(), exact.detach(), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.filterwarnings("ignore:at a level with fp32 masters")
+def test_to_read_them_after_each_step_waits_in_the_first_ones_alone(amp) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    counts = []
+    for _ in range(40):
+        with CountItems() as waits:
+            with_grads(stepped_by(optimizer))
+            with amp.scale_loss(model(X).float().square().mean(), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+        counts.append(waits.count)
+    assert counts[-1] == 0
