@@ -55,7 +55,12 @@ def initialize_at(
     level, message = resolved
     scale_rule = ScaleRule.resolve(level.loss_scale, **scale_options)
     verbosity = arguments.verbosity_of(verbosity)
-    checked = arguments.models_of(models, allow_half, session.models.stored_in_half())
+    checked = arguments.models_of(
+        models,
+        allow_half,
+        session.models.stored_in_half(),
+        session.lookup.hold_masters(optimizers),
+    )
     stepping = arguments.optimizers_of(optimizers)
     if level.casts_functions and not allow_half:
         arguments.refuse_half_steps(stepping)

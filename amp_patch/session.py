@@ -117,7 +117,9 @@ class Session:
         self.functions = PatchedFunctions(self.casts, self._registered)
         self.models = PreparedModels(self.store, self.cache, _HOOKS)
         self.optimizers = PreparedOptimizers(self.scalers, self.announce, self.observers)
-        self.lookup = Lookup(self.optimizers, self.models.stored_in_half, lambda: self.initialized)
+        self.lookup = Lookup(
+            self.optimizers, self.models.stored_in_half, self.store, lambda: self.initialized
+        )
         self.guard = Guard(self.models, self.optimizers, self.store, self.cache.mark_stale)
         self.passes = BackwardPasses(
             self.scalers,

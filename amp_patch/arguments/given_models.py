@@ -17,7 +17,10 @@ from .kinds import as_list, described
 
 
 def models_of(
-    models: Any, allow_half: bool = False, stored: Collection[int] = ()
+    models: Any,
+    allow_half: bool = False,
+    stored: Collection[int] = (),
+    beside_masters: bool = False,
 ) -> list[nn.Module]:
     """Return one model, or a list or tuple of models, as a list.
 
@@ -25,6 +28,7 @@ def models_of(
         models: as given to `initialize`.
         allow_half: take models whose half parameters are trained, too.
         stored: ids of the parameters and buffers that `initialize` has cast to half.
+        beside_masters: whether an optimizer that comes with them holds masters of such.
 
     Raises:
         TypeError: anything else, a model that ``==`` does not find, or one with parameters that
@@ -43,7 +47,7 @@ def models_of(
         _refuse_unequal(model)
         _refuse_shells(model)
         if not allow_half:
-            _refuse_half(model, stored)
+            _refuse_half(model, stored, beside_masters)
     return found
 
 
@@ -80,11 +84,19 @@ def _refuse_shells(model: nn.Module) -> None:
             )
 
 
-def _refuse_half(model: nn.Module, stored: Collection[int]) -> None:
+def _refuse_half(model: nn.Module, stored: Collection[int], beside_masters: bool) -> None:
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if tensor.dtype not in HALVES:
             continue
         found = f"models must come in float32, amp.initialize() casts them; got {name!r} in "
+        if id(tensor) in stored and beside_masters:
+            raise RuntimeError(
+                f"{found}{tensor.dtype}, which amp.initialize() has cast, and an optimizer made of "
+                "its fp32 masters, as from optimizer.param_groups; call amp.deactivate(), make the "
+                "optimizer of model.parameters(), and call model, optimizer = "
+                "amp.initialize(model, optimizer, opt_level=...) anew, with every optimizer of the "
+                "model."
+            )
         if id(tensor) in stored:
             raise RuntimeError(
                 f"{found}{tensor.dtype}, which amp.initialize() has cast. Use what the first call "

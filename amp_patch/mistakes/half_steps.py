@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_patch.casting.mode import HALVES
@@ -14,9 +15,11 @@ from amp_patch.weights.fp32_values import FP32Values
 
 
 class HalfSteps:
-    """Steps of half parameters by optimizers that are not prepared."""
+    """Steps of half parameters, or of their masters, by optimizers that are not prepared."""
 
     def __init__(self) -> None:
+        # By optimizer, how many were prepared when its masters were looked for.
+        self._looked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._told: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def refuse(
@@ -24,12 +27,16 @@ class HalfSteps:
     ) -> None:
         """Raise before such a step if it would go wrong.
 
-        Where no optimizer of these parameters is set up, a warning tells once of what it loses.
+        Where no optimizer of these parameters is set up, a warning tells once of what it loses;
+        so it does of masters that are nobody's any more.
 
         Raises:
             RuntimeError: it holds parameters of which another optimizer steps masters.
         """
         halves = [one for one in params_of(optimizer) if one.dtype in HALVES and store.holds(one)]
+        if self._looked.get(optimizer) != len(optimizers.steps):
+            self._looked[optimizer] = len(optimizers.steps)
+            self._warn_of_masters(optimizer, store, optimizers)
         if not halves or optimizer in self._told:
             return
         kind = type(optimizer).__name__
@@ -49,3 +56,25 @@ class HalfSteps:
             "where small updates are rounded away: it was not given to amp.initialize(), so there "
             f"are no fp32 masters; {mend}."
         )
+
+    def _warn_of_masters(
+        self, optimizer: Optimizer, store: FP32Values, optimizers: PreparedOptimizers
+    ) -> None:
+        """Warn where an optimizer steps masters that their own, which is gone, had in its groups.
+
+        While that one lives, the model gets what is written to its masters.
+        """
+        masters = store.params_by_master()
+
+        def is_left(one: Tensor) -> bool:
+            return id(one) in masters and optimizers.param_of(one) is one
+
+        count = sum(map(is_left, params_of(optimizer)))
+        if count:
+            warn(
+                f"This {type(optimizer).__name__} steps {count} fp32 masters of an optimizer that "
+                "amp.initialize() returned and that is gone: nothing brings them to the model, "
+                "which is not trained; call amp.deactivate(), make the optimizer of "
+                "model.parameters(), and call model, optimizer = amp.initialize(model, optimizer, "
+                "opt_level=...) anew, with every optimizer of the model."
+            )

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from amp_patch import arguments
 from amp_patch.arguments.kinds import as_list
 from amp_patch.optimizers.groups import params_of
+from amp_patch.weights.fp32_values import FP32Values
 
 from .optimizer_step import OptimizerStep
 from .prepared_optimizers import PreparedOptimizers
@@ -31,6 +32,7 @@ class Lookup:
     Args:
         optimizers: those that were.
         in_half: returns the ids of parameters that are stored in half.
+        store: has the masters of these, also those of optimizers that are gone.
         is_initialized: returns whether anything was prepared.
 
     Attributes:
@@ -41,9 +43,10 @@ class Lookup:
         self,
         optimizers: PreparedOptimizers,
         in_half: Callable[[], Collection[int]],
+        store: FP32Values,
         is_initialized: Callable[[], bool],
     ) -> None:
-        self._optimizers, self._in_half = optimizers, in_half
+        self._optimizers, self._in_half, self._store = optimizers, in_half, store
         self._is_initialized = is_initialized
         self.disabled = False
         self._untouched: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -100,9 +103,18 @@ class Lookup:
 
     def _mend_for(self, optimizer: Any) -> str:
         """Return what to call for an optimizer that comes later; a model in half takes none."""
-        halves = self._in_half()
-        params = map(self._optimizers.param_of, params_of(optimizer))
-        return _MEND_ANEW if any(id(param) in halves for param in params) else _MEND
+        late = {*self._in_half(), *self._store.params_by_master()}
+        return _MEND_ANEW if any(id(param) in late for param in params_of(optimizer)) else _MEND
+
+    def hold_masters(self, optimizers: Any) -> bool:
+        """Return whether any that was not prepared holds masters, as one of another's groups."""
+        masters = self._store.params_by_master()
+        others = [
+            one
+            for one in as_list(self._optimizers.originals_of(optimizers))
+            if masters and isinstance(one, Optimizer) and one not in self._optimizers.steps
+        ]
+        return any(id(param) in masters for param in params_of(*others))
 
     def _are_disabled(self, optimizers: Any) -> bool:
         if not self._is_initialized():

@@ -159,6 +159,10 @@ class FP32Values:
         """Return each parameter by the id of the very tensor that holds its value, a master say."""
         return {id(entry.value): param for param, entry in list(self._values.items())}
 
+    def params_by_master(self) -> dict[int, Tensor]:
+        """Return each parameter by the ids of all that `masters_of` returns of it."""
+        return {id(one): param for param in list(self._values) for one in self.masters_of(param)}
+
     def add_stored(self, tensors: Iterable[Tensor]) -> None:
         """The level stores these parameters and buffers in half from now on."""
         self._stored.update(dict.fromkeys(tensors))

@@ -108,6 +108,22 @@ def test_a_model_that_was_cast_is_refused_with_what_to_call() -> None:
         arguments.models_of(model, stored={id(model.weight)})
 
 
+def test_a_model_that_was_cast_beside_an_optimizer_of_masters_is_told_to_make_one_anew() -> None:
+    model = nn.Linear(1, 1).half()
+    message = (
+        "models must come in float32, amp.initialize() casts them; got 'weight' in torch.float16, "
+        "which amp.initialize() has cast, and an optimizer made of its fp32 masters, as from "
+        "optimizer.param_groups; call amp.deactivate(), make the optimizer of model.parameters(), "
+        "and call model, optimizer = amp.initialize(model, optimizer, opt_level=...) anew, with "
+        "every optimizer of the model."
+    )
+    stored = {id(model.weight)}
+    with pytest.raises(RuntimeError, match=exactly(message)):
+        arguments.models_of(model, stored=stored, beside_masters=True)
+    with pytest.raises(RuntimeError, match="which requires a gradient"):
+        arguments.models_of(model, beside_masters=True)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.int64, torch.float16])
 def test_buffers_of_other_dtypes_are_taken(dtype: torch.dtype) -> None:
     model = with_buffer(dtype)

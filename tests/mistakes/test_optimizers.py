@@ -496,3 +496,71 @@ def test_what_was_watched_of_dropped_copies_goes(amp: ModuleType, level: str) ->
         gc.collect()  # a copy is in a circle with its own forward
         counts.append(len(session.guard.unprepared._params))
     assert counts[1:] == counts[:-1]
+
+
+GONE = "steps 4 fp32 masters of an optimizer that amp.initialize() returned and that is gone"
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda groups: torch.optim.SGD(groups, lr=0.05),
+        lambda groups: torch.optim.AdamW(groups, lr=0.05),
+        lambda groups: torch.optim.RMSprop([one for group in groups for one in group["params"]]),
+    ],
+)
+def test_an_optimizer_that_takes_the_place_of_its_masters_own_is_told_of_once(
+    amp: ModuleType, level: str, made: Any
+) -> None:
+    """By plain backwards, which no scale_loss() refuses; the call that it names trains."""
+    model, optimizer = make(torch.optim.SGD)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    optimizer = made(optimizer.param_groups)
+    gc.collect()
+    before = weights(model)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for inputs, _ in zip(batches(), range(3), strict=False):
+            loss_of(model, inputs).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    found = [str(one.message) for one in told if GONE in str(one.message)]
+    assert len(found) == 1
+    assert f"This {type(optimizer).__name__} {GONE}" in found[0]
+    assert found[0].endswith("opt_level=...) anew, with every optimizer of the model.")
+    assert_equal(weights(model), before)
+    amp_patch.amp.deactivate()  # as it says
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    with amp.scale_loss(loss_of(model, next(batches())), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    assert not torch.equal(weights(model)[0], before[0])
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("goes", [False, True])
+def test_another_of_the_masters_steps_them_without_a_word_while_their_own_lives(
+    amp: ModuleType, level: str, goes: bool
+) -> None:
+    model, optimizer = make()
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    other = torch.optim.SGD(optimizer.param_groups, lr=0.05)
+
+    def step() -> None:
+        loss_of(model, next(batches())).backward()
+        other.step()
+        other.zero_grad()
+
+    before = weights(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step()
+        loss_of(model, next(batches()))
+    assert not torch.equal(weights(model)[0], before[0])
+    if goes:
+        del optimizer
+        gc.collect()
+        with pytest.warns(UserWarning, match=re.escape(GONE)):
+            step()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import re
 from types import ModuleType
 from typing import Any
 
@@ -96,13 +98,16 @@ def test_scale_loss_refuses_an_optimizer_it_does_not_know(amp: ModuleType) -> No
 
 
 @pytest.mark.parametrize("level", ["O2", "O3", "O5"])
-@pytest.mark.parametrize("of", ["model", "groups"])
+@pytest.mark.parametrize("of", ["model", "groups", "gone"])
 def test_a_later_optimizer_of_a_model_in_half_is_told_what_to_do_in_one_message(
     amp: ModuleType, level: str, of: str
 ) -> None:
     model, optimizer = amp.initialize(*normed_pair(), opt_level=level, loss_scale=64.0, verbosity=0)
     masters = optimizer.param_groups[0]["params"]
-    params = {"model": list(model.parameters()), "groups": masters[:1]}
+    params = {"model": list(model.parameters()), "groups": masters[:1], "gone": masters}
+    if of == "gone":  # as `optimizer = Adam(optimizer.param_groups)` has it
+        del optimizer
+        gc.collect()
     later = Adam(params[of], eps=1e-3)
     with pytest.raises(RuntimeError, match=r"; call amp.deactivate\(\), make the optimizer of"):
         amp.scale_loss(torch.zeros(()), later)
@@ -113,6 +118,60 @@ def test_a_later_optimizer_of_a_model_in_half_is_told_what_to_do_in_one_message(
     scaled_backward(amp, model(torch.randn(16, 4)).float().square().mean(), later)
     later.step()
     assert not all(map(torch.equal, before, model.parameters()))
+
+
+MEND_ANEW = (
+    "call amp.deactivate(), make the optimizer of model.parameters(), and call model, optimizer = "
+    "amp.initialize(model, optimizer, opt_level=...) anew, with every optimizer of the model."
+)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("made", ["groups", "parameters", "named", "second", "master_params"])
+def test_an_optimizer_of_masters_is_told_the_same_at_every_call(
+    amp: ModuleType, level: str, made: str, fused: bool
+) -> None:
+    """Also where the optimizer whose masters they are is gone, whose place it took."""
+    options = {"opt_level": level, "fused_step": fused, "verbosity": 0}
+    model, optimizer = amp.initialize(*normed_pair(), **options)
+    masters = list(amp.master_params(optimizer))
+    given = {
+        "groups": optimizer.param_groups,
+        "parameters": masters,
+        "named": [{"params": masters[:1]}, {"params": masters[1:], "lr": 0.5}],
+        "second": masters[-1:],
+        "master_params": amp.master_params(optimizer),
+    }
+    optimizer = Adam(given.pop(made), lr=0.1)
+    given.clear()
+    gc.collect()
+    for call in (
+        lambda: amp.scale_loss(torch.zeros(()), optimizer),
+        lambda: amp.step_was_skipped([optimizer]),
+        lambda: amp.initialize(model, optimizer, opt_level=level),
+        lambda: amp.initialize([model], [optimizer], opt_level="O1"),
+    ):
+        with pytest.raises(RuntimeError, match=re.escape(MEND_ANEW) + "$"):
+            call()
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("kind", ["prepared", "wrapper", "model's", "other's"])
+def test_a_second_initialize_without_masters_of_others_says_to_use_the_first(
+    amp: ModuleType, level: str, kind: str
+) -> None:
+    model, optimizer = amp.initialize(*normed_pair(), opt_level=level, verbosity=0)
+    again: Any = {
+        "prepared": optimizer,
+        "wrapper": Adam([torch.zeros(2)], lr=0.1),
+        "model's": Adam(model.parameters(), lr=0.1),
+        "other's": normed_pair(Adam)[1],
+    }[kind]
+    if kind == "wrapper":  # as frameworks' own, which share the groups
+        again.param_groups = optimizer.param_groups
+    with pytest.raises(RuntimeError, match="Use what the first call returned"):
+        amp.initialize(model, again, opt_level=level)
 
 
 # --- beside a pair with enabled=False ---
