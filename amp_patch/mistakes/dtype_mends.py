@@ -24,6 +24,7 @@ from amp_patch.levels import OptLevel
 from amp_patch.weights.half_storage import kept_by_name, kept_in_fp32
 
 from .error_places import Place, frames, is_within, operands, owner_of
+from .loose_parameters import loose_parameter
 
 # Of autocast alone, which may be over by the time that the note is written.
 _AUTOCAST = re.compile("autocast::prioritize")
@@ -260,12 +261,37 @@ def _mend_of_inputs(place: Place, error: BaseException) -> str:
             "switch it off, the level casts by itself. A cast in forward does the same: write "
             "x.to(y.dtype) there."
         )
+    loose = _mend_of_a_loose_parameter(place, error)
+    if loose is not None and not _is_at_hand_in_float(place):
+        return loose
+    before = "" if loose is None else f"{loose} If that is as it should be: "
     by_a_rule = f", or all of the module by {_float_rule(place)}" if place.path else ""
     return (
-        f"Inputs of the model are cast to {dtype}, a tensor made inside of forward is not: write "
-        "mask.to(x.dtype), or torch.ones(..., dtype=x.dtype), or register_buffer() it before "
+        f"{before}Inputs of the model are cast to {dtype}, a tensor made inside of forward is not: "
+        "write mask.to(x.dtype), or torch.ones(..., dtype=x.dtype), or register_buffer() it before "
         f"amp.initialize(); or compute this part in `with amp.float_region():`{by_a_rule}; or take "
         "opt_level 'O1', which casts in each function."
+    )
+
+
+def _mend_of_a_loose_parameter(place: Place, error: BaseException) -> str | None:
+    """Return what mends a parameter that no module has, where one is at hand."""
+    found = loose_parameter(place, error)
+    if found is None:
+        return None
+    name, param = found
+    return (
+        f"The parameter in {param.dtype} in {name} is of no module of the model, as one in a plain "
+        "list or dict is: put it into an nn.ParameterList or nn.ParameterDict of the module "
+        "before amp.initialize(), or write weight.to(x.dtype)."
+    )
+
+
+def _is_at_hand_in_float(place: Place) -> bool:
+    """Tell whether forward has another tensor that is not in the dtype which a level stores."""
+    return any(
+        value.dtype is torch.float32 and not isinstance(value, nn.Parameter)
+        for _, value in operands(place)
     )
 
 
