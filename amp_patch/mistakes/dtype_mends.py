@@ -43,6 +43,8 @@ PROBABILITIES = re.compile(
     r"(constraint |within the support \()Simplex\(\)(?!.*\bnan\b).*dtype=torch\.b?float16",
     re.DOTALL,
 )
+# Of `p.grad = g`; the other words are those of torch 2.9 and before.
+GRADIENT = re.compile(r"assign a gradient with dtype|assigned grad has data of a different type")
 # Integers or truth values met weights; plain PyTorch refuses them with the same words.
 _INTEGER = (
     r"(bool|(un)?signed char|char|short|int|long( int)?|Bool|Byte|Char|Short|Int|Long|UInt\d+)"
@@ -82,11 +84,7 @@ def refuses_half(error: BaseException) -> bool:
 def mend_of(place: Place, error: BaseException) -> str:
     """Return what mends an error about dtypes that came from a place, in sentences."""
     message = str(error)
-    if _is_of_integers(message, place):
-        return _MEND_OF_INTEGERS
-    if _INDICES.search(message):
-        return _MEND_OF_INDICES
-    mend = _MEND_OF_AUTOCAST if _AUTOCAST.search(message) else _mend_of_half(message, place)
+    mend = _mend_by_words(message, place)
     if mend is None and refuses_half(error):
         mend = _mend_of_a_refusal(place, error)
     if mend is None and re.search(r"\bdouble\b", message, re.IGNORECASE):
@@ -99,6 +97,17 @@ def mend_of(place: Place, error: BaseException) -> str:
     if mend is None:
         mend = _other_strays(strays) + _mend_of_inputs(place, error)
     return mend
+
+
+def _mend_by_words(message: str, place: Place) -> str | None:
+    """Return what mends an error of which torch's own words tell enough."""
+    if GRADIENT.search(message):
+        return MEND_OF_A_GRADIENT
+    if _is_of_integers(message, place):
+        return _MEND_OF_INTEGERS
+    if _INDICES.search(message):
+        return _MEND_OF_INDICES
+    return _MEND_OF_AUTOCAST if _AUTOCAST.search(message) else _mend_of_half(message, place)
 
 
 def _is_of_integers(message: str, place: Place) -> bool:
@@ -172,6 +181,10 @@ MEND_WHERE_FUNCTIONS_CAST = (
 MEND_OF_A_HALF_HOOK = (
     "So are the gradients of its parameters and activations, and a hook must return its gradient's "
     "own dtype: write g * mask.to(g.dtype)."
+)
+MEND_OF_A_GRADIENT = (
+    "A gradient has its parameter's dtype: write p.grad = g.to(p.dtype), or give float32 ones to "
+    "`for p in amp.master_params(optimizer)`."
 )
 MEND_OF_A_HOOK = (
     "A hook must return its gradient's own dtype, which is half for what such a function has "

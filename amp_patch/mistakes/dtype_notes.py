@@ -18,6 +18,8 @@ from torch import nn
 from amp_patch.levels import OptLevel
 
 from .dtype_mends import (
+    GRADIENT,
+    MEND_OF_A_GRADIENT,
     MEND_OF_A_HALF_HOOK,
     MEND_OF_A_HOOK,
     MEND_WHERE_FUNCTIONS_CAST,
@@ -35,6 +37,7 @@ _COMPLAINT = re.compile(
     r"dtype|scalar type|\bHalf\b|\bBFloat16\b|HalfTensor(?!\{)|BFloat16T(ensor|ype)"
     r"|desired output type"
     r"|must have the type|autocast::prioritize"
+    rf"|{GRADIENT.pattern}"
     # An LSTM or GRU on a CPU, whose states are in another dtype than its weights.
     r"|could not create a primitive descriptor"
 )
@@ -94,8 +97,11 @@ def explain(error: BaseException, levels: Mapping[nn.Module, OptLevel]) -> None:
 
 
 def _beside_models(message: str, levels: Mapping[nn.Module, OptLevel]) -> str | None:
-    """Return what is said of a hook, or of a function of one dtype, outside of all modules."""
+    """Return what is said of a hook, a gradient or a function of one dtype outside of modules."""
     is_of_hook, is_of_half_hook = _HOOK.search(message), _HALF_HOOK.search(message)
+    storing = _names_of(level for level in levels.values() if level.stores_half)
+    if storing and GRADIENT.search(message):
+        return f"at opt_level {storing} the model is stored in half. {MEND_OF_A_GRADIENT}"
     if not (is_of_hook or _OF_ONE_DTYPE.search(message)):
         return None
     casting = _names_of(level for level in levels.values() if level.casts_functions)
@@ -105,7 +111,6 @@ def _beside_models(message: str, levels: Mapping[nn.Module, OptLevel]) -> str | 
             f"at opt_level {casting} functions cast to half precision, outside of models too. "
             f"{mend}"
         )
-    storing = _names_of(level for level in levels.values() if level.stores_half)
     if is_of_half_hook and storing:
         return f"at opt_level {storing} the model is stored in half. {MEND_OF_A_HALF_HOOK}"
     return None

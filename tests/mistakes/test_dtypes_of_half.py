@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from itertools import product
 from types import ModuleType
@@ -13,7 +14,7 @@ from test_dtypes import DTYPES, HALF, X, fail, told
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
-from torch.optim import SGD
+from torch.optim import SGD, Adam
 from training import prepared
 
 from amp_patch import amp as core
@@ -173,6 +174,100 @@ def test_a_hook_that_multiplies_a_half_gradient_by_a_float32_mask(
     model.weight.register_hook(lambda grad: grad * mask.to(grad.dtype))
     step()
     torch.testing.assert_close(model.weight.grad.float(), (4 * mask).expand(4, 4))
+
+
+OF_A_GRADIENT = (
+    "A gradient has its parameter's dtype: write p.grad = g.to(p.dtype), or give float32 ones to "
+    "`for p in amp.master_params(optimizer)`."
+)
+
+
+def in_float(model: nn.Module) -> list[Tensor]:
+    """Return gradients as a script computes them to change them by hand."""
+    found = torch.autograd.grad(model(X).float().square().mean(), list(model.parameters()))
+    return [grad.float() for grad in found]
+
+
+def assign(model: nn.Module, dtype: torch.dtype) -> None:
+    for param, grad in zip(model.parameters(), in_float(model), strict=True):
+        param.grad = grad.to(dtype)
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+@pytest.mark.parametrize("make_model", [Product, lambda: nn.Sequential(nn.Linear(4, 4), Product())])
+def test_a_float32_gradient_for_a_half_parameter(
+    amp: ModuleType, level: str, make_model: Any
+) -> None:
+    """The setter of torch is asked nothing more: the note comes where the script ends."""
+    model = amp.initialize(make_model(), opt_level=level, verbosity=0)
+    note = fail(lambda: assign(model, torch.float32), ends_script=True)
+    assert f"at opt_level {level} the model is stored in half. {OF_A_GRADIENT}" in note
+
+
+def test_a_half_gradient_for_a_parameter_that_stays_in_float32(amp: ModuleType) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(4))
+    amp.initialize(model, opt_level="O2", keep_batchnorm_fp32=True, verbosity=0)
+    note = fail(lambda: assign(model, torch.float16), ends_script=True)
+    assert OF_A_GRADIENT in note
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_gradient_that_a_method_of_the_model_assigns(amp: ModuleType, level: str) -> None:
+    class Own(Product):
+        def merge(self) -> None:
+            assign(self, torch.float32)
+
+    model = amp.initialize(Own(), opt_level=level, verbosity=0)
+    note = fail(model.merge, ends_script=True)
+    assert f"this came from the model itself (Own), with self.weight {DTYPES[level]}" in note
+    assert OF_A_GRADIENT in note
+    assert "was called by itself" not in note
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_what_torch_before_2_10_says_of_such_a_gradient(amp: ModuleType, level: str) -> None:
+    def refuse() -> None:
+        raise RuntimeError("assigned grad has data of a different type")
+
+    model = amp.initialize(nn.Linear(4, 4), opt_level=level, verbosity=0)
+    assert OF_A_GRADIENT in fail(refuse, ends_script=True)
+    del model
+
+
+@pytest.mark.parametrize("level", CASTING)
+def test_a_half_gradient_where_parameters_are_float32_is_the_scripts_own_matter(
+    amp: ModuleType, level: str
+) -> None:
+    model = amp.initialize(nn.Linear(4, 4), opt_level=level, verbosity=0)
+    with pytest.raises(RuntimeError) as error:
+        assign(model, torch.float16)
+    sys.excepthook(error.type, error.value, error.tb)
+    assert not getattr(error.value, "__notes__", ())
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("to", ["model", "masters"])
+@pytest.mark.parametrize("kind", [SGD, Adam])
+def test_both_ways_that_the_note_on_a_gradient_names_train(
+    amp: ModuleType, kind: Any, to: str, level: str, fused: bool
+) -> None:
+    model = Product()
+    optimizer = kind(model.parameters(), lr=0.1)
+    options: Any = {"opt_level": level, "fused_step": fused, "verbosity": 0}
+    model, optimizer = core.initialize(model, optimizer, loss_scale=1.0, **options)
+    for _ in range(2):
+        before = model.state_dict()["weight"].clone()
+        grads = in_float(model)
+        given = model.parameters() if to == "model" else amp.master_params(optimizer)
+        for param, grad in zip(given, grads, strict=True):
+            param.grad = grad.to(param.dtype)
+        optimizer.step()
+        optimizer.zero_grad()
+        moved = before - model.state_dict()["weight"]
+        if kind is SGD:
+            torch.testing.assert_close(moved, 0.1 * grads[0], rtol=1e-4, atol=1e-7)
+        assert (moved * grads[0]).sum() > 0
 
 
 @pytest.mark.parametrize(
