@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from itertools import chain, compress
 from typing import Any
 
@@ -399,7 +399,9 @@ class Gradients:
                 aside = self._aside.grads
                 self._used.begin(self._used.among(aside) if aside else (), are_older=True)
             self._used.add(references)
-            stored: Iterator[Any] = filter(_IS_THERE, map(STORED_GRAD, taken.given.master))
+            stored: Iterable[Any] = ()
+            if not self._received.all_wait(halves):
+                stored = filter(_IS_THERE, map(STORED_GRAD, taken.given.master))
             self._received.note(params, halves, references, list(map(weakref.ref, stored)))
         self._aside.give_back()
 

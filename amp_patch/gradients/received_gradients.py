@@ -96,18 +96,25 @@ class ReceivedGradients:
             references: to these.
             stored: references to what masters have got; none to what waits.
         """
-        source = None if self._lazy is None else self._lazy.source
-        if isinstance(source, HalfGradients) and are_same(source.grads, grads):
-            versions = source.versions  # it has asked these very gradients
-        else:
-            versions = list(map(VERSION, grads))
+        source = self._source_of(grads)  # which has asked these very gradients
+        versions = list(map(VERSION, grads)) if source is None else source.versions
         self._passes = [row for row in self._passes if not are_same(row[0], params)]
         self._passes.append((params, versions, references, stored))
         self.stepped = []  # which may keep small gradients alive
         # A step that unscales half gradients later refuses changed ones itself.
-        are_read = not isinstance(source, HalfGradients)
+        are_read = self._lazy is None or not isinstance(self._lazy.source, HalfGradients)
         if are_read and self._watched.passes_left:
             self._watched.note(params)
+
+    def all_wait(self, grads: list[Tensor]) -> bool:
+        """Return whether a fused step unscales all of these, so that masters have got none."""
+        return self._source_of(grads) is not None
+
+    def _source_of(self, grads: list[Tensor]) -> HalfGradients | None:
+        source = None if self._lazy is None else self._lazy.source
+        if isinstance(source, HalfGradients) and are_same(source.grads, grads):
+            return source
+        return None
 
     def clear(self) -> None:
         """Forget all of it, as if masters had received none."""
