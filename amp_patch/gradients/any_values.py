@@ -13,19 +13,20 @@ from torch import Tensor
 from amp_patch.distributed.shards import local
 from amp_patch.kernels import values
 from amp_patch.kernels.graph_capture import captures
+from amp_patch.kernels.looks import is_any
 
 
 def are_any(grads: Sequence[Tensor | None]) -> list[bool]:
     """Return of each gradient whether it is there and not 0; of one that is captured, True."""
     found = [grad is not None for grad in grads]
     asked = [
-        (row, values(local(grad)).any())
+        (row, is_any(values(local(grad))))
         for row, grad in enumerate(grads)
         if grad is not None and not captures.are_made(grad.device)
     ]
     if asked:
         device = asked[0][1].device
         read = torch.stack([flag.to(device) for _, flag in asked]).tolist()
-        for (row, _), is_any in zip(asked, read, strict=True):
-            found[row] = is_any
+        for (row, _), is_there in zip(asked, read, strict=True):
+            found[row] = is_there
     return found

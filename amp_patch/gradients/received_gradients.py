@@ -10,13 +10,13 @@ from collections.abc import Callable, Collection, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from amp_patch import kernels
 from amp_patch.distributed.shards import local
 from amp_patch.kernels.default_device import without_default_device
 from amp_patch.kernels.getters import GRAD, VERSION
+from amp_patch.kernels.looks import is_any, same_numbers
 from amp_patch.weights.lazy_gradients import LazyGradients
 from amp_patch.weights.parameter_lists import are_complete, are_same, look_up, stored_grad
 
@@ -172,7 +172,7 @@ class ReceivedGradients:
             is_whole = is_whole and id(param) not in written
             if is_whole and not by_value:
                 continue
-            if grad is None or not kernels.values(grad).any():
+            if grad is None or not is_any(kernels.values(grad)):
                 changes.cleared.model.append(param)
                 changes.cleared.master.append(master)
             elif not is_whole and not _is_copy(grad, None if is_noted else known.reference, master):
@@ -241,8 +241,7 @@ def _is_copy(grad: Tensor, reference: Reference | None, master: Tensor) -> bool:
 def _are_same_numbers(grad: Tensor, earlier: Tensor | None) -> bool:
     if earlier is None or grad.shape != earlier.shape or grad.is_sparse or earlier.is_sparse:
         return False
-    grad = local(grad)
-    return torch.allclose(grad, local(earlier).to(grad), rtol=0.0, atol=0.0, equal_nan=True)
+    return bool(same_numbers(local(grad), local(earlier)))
 
 
 def _untouched(params: list[Tensor], versions: list[int], references: Sequence[Reference]) -> bool:

@@ -18,6 +18,7 @@ from amp_patch import kernels
 from amp_patch.distributed.shards import local
 from amp_patch.early_looks import WATCHED
 from amp_patch.kernels.graph_capture import captures
+from amp_patch.kernels.looks import same_numbers
 from amp_patch.weights.own_gradients import OwnGradients
 from amp_patch.weights.parameter_lists import store_grad, stored_grad
 
@@ -149,7 +150,7 @@ def have_other_numbers(rows: Sequence[tuple[Tensor, Tensor]]) -> set[int]:
 def _are_same_numbers(half: Any, grad: Any) -> Tensor:
     """Return whether a gradient holds the numbers of one in half, on its device."""
     known, now = (kernels.values(local(one)) for one in (half, grad))
-    return torch.isclose(known.to(now.dtype), now, rtol=0.0, atol=0.0, equal_nan=True).all()
+    return same_numbers(now, known)
 
 
 def give_rounded(param: Tensor, master: Tensor) -> None:

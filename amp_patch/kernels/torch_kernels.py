@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from .looks import are_nonfinite
 from .tensor_lists import alike, kind_of, values
 from .torch_comparison import Comparison
 from .torch_norms import (
@@ -82,13 +83,12 @@ class GradCheck:
         """
         rows: dict[torch.device, list[tuple[int, Tensor]]] = {}
         for index, grad in enumerate(self.grads):
-            flags = torch.stack([test(values(grad)).any() for _, test in _TESTS])
-            rows.setdefault(grad.device, []).append((index, flags))
+            rows.setdefault(grad.device, []).append((index, are_nonfinite(values(grad))))
         found = []
         for on_device in rows.values():
             read = torch.stack([flags for _, flags in on_device]).tolist()
             for (index, _), row in zip(on_device, read, strict=True):
-                kinds = [name for (name, _), is_so in zip(_TESTS, row, strict=True) if is_so]
+                kinds = [name for name, is_so in zip(_KINDS, row, strict=True) if is_so]
                 if kinds:
                     found.append((index, " and ".join(kinds)))
         return sorted(found)
@@ -106,10 +106,7 @@ class GradCheck:
         return total_norm(self.grads, 2.0)
 
 
-_TESTS: tuple[tuple[str, Callable[[Tensor], Tensor]], ...] = (
-    ("inf", torch.isinf),
-    ("NaN", torch.isnan),
-)
+_KINDS = ("inf", "NaN")  # in the order of `are_nonfinite`
 
 
 class Unscale:

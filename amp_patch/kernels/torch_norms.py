@@ -5,6 +5,7 @@ The norm of half gradients is taken in fp32, for their squares would overflow.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from amp_patch.levels import HALVES
 
 from .default_device import without_default_device
+from .looks import is_large, largest
 from .tensor_lists import alike, dense, values
 from .without_grad import without_grad
 
@@ -78,6 +80,9 @@ def total_norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
 @without_default_device
 def norms_of(grads: Sequence[Tensor], norm_type: float) -> list[Tensor]:
     """Return the norm of each gradient that has elements, 0-dim fp32 or float64."""
+    if norm_type == math.inf and any(map(is_large, grads)):
+        every = (grad for grad in grads if values(grad).numel() > 0)
+        return [largest(one) if is_large(one) else _norm(one, norm_type) for one in every]
     if not any(map(_IS_SPARSE, grads)):
         groups = alike([grad for grad in grads if grad.numel() > 0])
         if len(groups) == 1:  # else they would come in another order

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from amp_patch.kernels import GradCheck, values
+from amp_patch.kernels.looks import count_nonfinite
 
 from .late_check import LateCheck
 from .loss_scaling import Found
@@ -145,5 +146,4 @@ def _kinds(infs: int, nans: int) -> list[str]:
 @torch.no_grad()
 def _count(grads: Sequence[Tensor]) -> list[Tensor]:
     """Return the numbers of inf and NaN, for each gradient int64 of shape (1, 2) on its device."""
-    numbers = [values(grad) for grad in grads]
-    return [torch.stack([one.isinf().sum(), one.isnan().sum()]).reshape(1, 2) for one in numbers]
+    return [count_nonfinite(values(grad)).reshape(1, 2) for grad in grads]

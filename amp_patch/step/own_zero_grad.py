@@ -15,6 +15,7 @@ from torch import Tensor
 
 from amp_patch.distributed.shards import local
 from amp_patch.kernels import values
+from amp_patch.kernels.looks import is_any
 from amp_patch.weights.parameter_lists import store_grad, stored_grad
 
 #: A matrix with more numbers gets no gradient only to see what becomes of it.
@@ -68,7 +69,7 @@ def _smallest(rows: list[Row]) -> Tensor:
 
 def _is_nonzero(grad: Tensor) -> bool:
     """Return whether a gradient is not 0: ``grad.data.zero_()`` moves no version."""
-    return bool(values(local(grad)).any())
+    return bool(is_any(values(local(grad))))
 
 
 class OwnZeroGrad:

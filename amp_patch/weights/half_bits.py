@@ -19,6 +19,9 @@ _STRIDE = 1021
 _FEW = 1024
 #: Tensors with fewer numbers are small: halves of so many fit in as many integers of 64 bits.
 _SMALL = 4 * _STRIDE
+#: So many numbers are added up together: their copies stay in a CPU's cache.
+_STRIP = 1 << 17
+_STRIP_OF_A_DEVICE = 1 << 22
 
 
 def is_plain(tensor: Tensor) -> bool:
@@ -53,14 +56,16 @@ def bits_of(tensor: Tensor) -> Tensor:
 def sum_of_bits(tensor: Tensor) -> Tensor:
     """Return the sum of a tensor's bits as integers, 0-dimensional, which a write changes.
 
-    And no other order of its memory: `model.to(memory_format=...)` gives gradients one, too. Of a
-    large one as integers of 64 bits, for torch copies all others to such ones before it adds them
-    up: in half, to four times the memory of the tensor, and most of the time goes there.
+    And no other order of its memory: `model.to(memory_format=...)` gives gradients one, too. In
+    strips, for torch copies integers to such of 64 bits before it adds them up: in half, to four
+    times the memory of the tensor, and most of the time goes there. To add up integers of 64 bits
+    at once would lose what is carried: to double each second number would change nothing.
     """
+    bits = tensor.detach().view(_fitting(tensor))
     if _is_small(tensor):
-        return tensor.detach().view(_fitting(tensor)).sum()
-    words, rest = _words(tensor)
-    return words.sum() + rest.sum() if rest.numel() else words.sum()
+        return bits.sum()
+    strips = bits.flatten().split(_STRIP if tensor.is_cpu else _STRIP_OF_A_DEVICE)
+    return torch.stack([strip.sum() for strip in strips]).sum()
 
 
 def have_same_bits(one: Tensor, other: Tensor) -> bool:

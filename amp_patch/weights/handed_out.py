@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_patch.distributed.shards import place, version_of
+from amp_patch.kernels.looks import same_numbers
 from amp_patch.weak_modules import table_of_modules
 
 from .half_bits import bits_of, can_be_compared, compared, is_plain
@@ -54,10 +55,8 @@ class _Handed(NamedTuple):
 
     def has_the_numbers(self) -> bool:
         """Return whether the half tensor has the numbers of the value, NaN at the same places."""
-        value, tensor = self.value.to(self.tensor), self.tensor
-        if value.shape != tensor.shape:
-            return False
-        return torch.allclose(value, tensor, rtol=0.0, atol=0.0, equal_nan=True)
+        is_alike = self.value.shape == self.tensor.shape
+        return is_alike and bool(same_numbers(self.tensor, self.value))
 
 
 class HandedOut:

