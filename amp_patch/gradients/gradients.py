@@ -430,7 +430,11 @@ class Gradients:
         were_shown = bool(self._received)
         left = self.outside.left(pairs)
         if left is not None:
+            # of parameters that the backward has not reached, and no step is to use again
+            used = set(map(id, self._used.unwritten()))
+            older = [one for one in look_up(GRAD, pairs.model) if id(one) in used]
             self.finish(self.receive(left, None))
+            self._used.add_older(older)
             self.outside.was_last |= not were_shown
             if were_shown:
                 self.outside.note_shown(pairs)

@@ -766,3 +766,23 @@ def test_one_that_reaches_other_parameters_is_stepped_too(amp, opt_level, fused_
         optimizer.step()
         optimizer.zero_grad()
     assert [float(master.detach()[0]) for master in masters] == [-4.0, -2.0, -8.0]
+
+
+@pytest.mark.parametrize("fused_step", [False, True])
+@pytest.mark.parametrize("opt_level", WITH_MASTERS)
+def test_what_a_step_has_used_is_not_stepped_beside_another_parts_plain_backward(
+    amp, opt_level, fused_step
+):
+    model = nn.ParameterList([torch.zeros(1), torch.zeros(1)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    options = {"fused_step": fused_step, "loss_scale": 64.0, "verbosity": 0}
+    amp.initialize(model, optimizer, opt_level=opt_level, **options)
+    with amp.scale_loss(model[0].float().sum() * 2.0, optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    (model[1].float().sum() * 3.0).backward()
+    first, second = stepped_by(optimizer)
+    torch.nn.utils.clip_grad_norm_([second], 100.0)  # reads it
+    first.grad = None
+    optimizer.step()
+    assert [first.item(), second.item()] == [-2.0, -3.0]

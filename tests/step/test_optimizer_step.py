@@ -367,4 +367,4 @@ def test_no_operator_takes_memory_beyond_gradients_in_float32(
             continue
         taken = allocations(lambda loss=loss: scaled_backward(amp, loss, optimizer))
         assert max(taken) == (2 * size if fused_step else 4 * size)
-        assert max(allocations(optimizer.step), default=0) <= size
+        assert max(allocations(optimizer.step), default=0) <= 8 << 17  # a strip as integers
