@@ -22,12 +22,14 @@ from amp_patch.kernels.default_device import without_default_device
 from amp_patch.patching import put
 
 from .fp32_values import FP32Values
+from .half_bits import is_plain
 from .lazy_gradients import LazyGradients
 from .master_pairs import MasterPairs
-from .parameter_lists import are_same, clear_grads
+from .parameter_lists import are_same, clear_grads, keeping_versions
 from .rounding import Rounding
 from .ties import Ties
 from .unseen_half_writes import UnseenHalfWrites
+from .unseen_writes import are_readable
 from .user_writes import UserWrites
 
 
@@ -157,9 +159,23 @@ class MasterWeights:
 
     def publish_at_end_of(self, optimizer: Optimizer) -> None:
         """Where it goes and the model stays, nobody would look for what was written last."""
-        end = weakref.finalize(optimizer, self.publish_writes)
+        end = weakref.finalize(optimizer, self._publish_last)
         put(end, "atexit", False)
         self._forget_end = end.detach
+
+    def _publish_last(self) -> None:
+        """Do so wherever the collector comes to the optimizer.
+
+        While something is traced, say, or where a script has freed the weights; or between a
+        forward and its backward, which refuses weights of another version.
+        """
+        params, masters = self._pairs.params, self._pairs.masters
+        every = [*params, *masters]
+        is_there = all(map(is_plain, map(local, every)))
+        is_there = is_there and [one.shape for one in params] == [one.shape for one in masters]
+        if is_there and are_readable(every):
+            with keeping_versions(params):
+                self.publish_writes()
 
     def follow(self, were_written: bool) -> None:
         """Others had the masters in hand: they may hold their numbers elsewhere now.

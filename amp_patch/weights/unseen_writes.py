@@ -8,7 +8,7 @@ what was written. So such a write would be undone. Knows tensors only.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -110,7 +110,7 @@ class UnseenWrites:
         self._sums.update(found)
 
     def _sums_of(self, local: Sequence[Tensor]) -> dict[int, tuple[int, int]]:
-        if not local or not self.is_looking or not _are_readable(local):
+        if not local or not self.is_looking or not are_readable(local):
             return {}
         with torch.inference_mode(False), torch._C._DisableFuncTorch(), as_plain_tensors(local):
             sums = [sum_of_bits(one) for one in local]
@@ -123,7 +123,7 @@ class UnseenWrites:
 _NOTHING = 0, -1
 
 
-def _are_readable(masters: Sequence[Tensor]) -> bool:
+def are_readable(masters: Iterable[Tensor]) -> bool:
     """Tell whether the host may read numbers now: not so while a graph is captured or traced."""
     if torch._C._len_torch_dispatch_stack() or torch._C._is_tracing():
         return False

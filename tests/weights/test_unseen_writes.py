@@ -13,6 +13,7 @@ import pytest
 import torch
 from support import scaled_backward
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim import Adam, Optimizer
@@ -288,6 +289,50 @@ def test_an_optimizer_that_goes_undoes_no_write_to_a_half_weight(
     expected = [one.float() for one in before]
     for now, then in zip(model.state_dict().values(), expected, strict=True):
         torch.testing.assert_close(now, then, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("free", ["resized", "another", "of another shape"])
+def test_an_optimizer_that_goes_after_its_weights_writes_nothing(
+    amp: ModuleType, free: str
+) -> None:
+    model, optimizer = behind_steps(amp, "O5", 16, 3)
+    list(amp.master_params(optimizer))
+    for param in model.parameters():
+        if free == "resized":
+            param.untyped_storage().resize_(0)
+        else:
+            param.data = torch.empty(0 if free == "another" else 5)
+    del optimizer
+    gc.collect()  # an error in here would be one of the test, and a write end the process
+    assert all(param.untyped_storage().nbytes() in (0, 20) for param in model.parameters())
+
+
+def test_an_optimizer_that_goes_while_a_function_is_traced_adds_nothing(amp: ModuleType) -> None:
+    model, optimizer = behind_steps(amp, "O5", 16, 3)
+    kept = [optimizer]
+    list(amp.master_params(optimizer))
+    del optimizer
+
+    def double(x: Tensor) -> Tensor:
+        kept.clear()
+        gc.collect()
+        return x * 2
+
+    graph = make_fx(double)(torch.ones(3)).graph
+    assert [node.op for node in graph.nodes] == ["placeholder", "call_function", "output"]
+
+
+def test_an_optimizer_that_goes_between_forward_and_backward_ends_no_backward(
+    amp: ModuleType,
+) -> None:
+    model, optimizer = behind_steps(amp, "O5", 16, 3)
+    loss = model(torch.ones(2, 3)).float().square().mean()
+    for master in optimizer.param_groups[0]["params"]:
+        master.data.mul_(0.5)
+    del optimizer, master
+    gc.collect()
+    loss.backward()
+    assert all(param.grad is not None for param in model.parameters())
 
 
 #: What moves the versions of masters: a load, a write in place.
