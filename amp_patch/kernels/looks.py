@@ -14,6 +14,8 @@ from torch import Tensor
 _FEW = 1 << 14
 #: So many numbers are looked at together, in the memory of the ones before.
 _STRIP = 1 << 17
+#: On a device each call is launched by the host. Float32 counts to as many.
+_STRIP_OF_A_DEVICE = 1 << 24
 
 
 def is_large(numbers: Tensor) -> bool:
@@ -71,7 +73,8 @@ def count_nonfinite(numbers: Tensor) -> Tensor:
         return numbers.new_zeros(2, dtype=torch.int64)
     if numbers.numel() <= _FEW:
         return torch.stack([numbers.isinf().sum(), numbers.isnan().sum()])
-    found = [_counted(strip) for strip in numbers.reshape(-1).split(_STRIP)]
+    length = _STRIP if numbers.is_cpu else _STRIP_OF_A_DEVICE
+    found = [_counted(strip) for strip in numbers.reshape(-1).split(length)]
     return torch.stack(found).sum(0, dtype=torch.int64)
 
 

@@ -326,7 +326,7 @@ def test_an_optimizer_that_goes_between_forward_and_backward_ends_no_backward(
     amp: ModuleType,
 ) -> None:
     model, optimizer = behind_steps(amp, "O5", 16, 3)
-    loss = model(torch.ones(2, 3)).float().square().mean()
+    loss = model(torch.ones(2, 3, requires_grad=True)).float().square().mean()
     for master in optimizer.param_groups[0]["params"]:
         master.data.mul_(0.5)
     del optimizer, master
