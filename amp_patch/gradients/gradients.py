@@ -178,7 +178,7 @@ class Gradients:
             self.outside.end()
         if self._lazy is not None:
             self._lazy.stored = ()
-        self.has_given = self.outside.came_beside = False
+        self.has_given = False
         self._own.forget()
 
     def note_given(self, pairs: ParamPairs) -> None:
@@ -416,26 +416,20 @@ class Gradients:
     @property
     def take_unscaled(self) -> bool:
         """True where a backward outside of ``scale_loss`` may have left what masters are to get."""
-        outside = self.outside
-        may_be = outside.was_last or outside.came_beside or not self._received
-        return may_be and self.scaled.scale is None
+        return self.scaled.scale is None and (self.outside.was_last or not self._received)
 
     def receive_unscaled(self, pairs: ParamPairs) -> None:
         """Give masters what a backward outside of ``scale_loss`` left at their parameters.
 
         It is added to what the backward wrote to masters themselves. Call it where `take_unscaled`.
         """
-        if are_same(*pairs) or (self._are_waiting and not self.outside.came_beside):
+        if are_same(*pairs) or self._are_waiting:
             return
         were_shown = bool(self._received)
         left = self.outside.left(pairs)
         if left is not None:
-            # of parameters that the backward has not reached, and no step is to use again
-            used = set(map(id, self._used.unwritten()))
-            older = [one for one in look_up(GRAD, pairs.model) if id(one) in used]
             self.finish(self.receive(left, None))
-            self._used.add_older(older)
-            self.outside.was_last |= not were_shown
+            self.outside.was_last = True
             if were_shown:
                 self.outside.note_shown(pairs)
 

@@ -28,8 +28,6 @@ class OutsidePasses:
 
     Attributes:
         was_last: whether it is from one that masters have received last.
-        came_beside: whether one has come since a block has left gradients for the next step. What
-            it left at parameters that the block has not reached is for that step, too.
     """
 
     def __init__(
@@ -41,7 +39,7 @@ class OutsidePasses:
     ) -> None:
         self._received, self._used = received, used
         self._own, self._unused = own, unused
-        self.was_last = self.came_beside = False
+        self.was_last = False
 
     def end(self) -> None:
         """The gradients were stepped or cleared; they have no scale: a backward may add to them."""
@@ -52,15 +50,14 @@ class OutsidePasses:
     def left(self, pairs: ParamPairs) -> ParamPairs | None:
         """Return the parameters of which masters are to receive what was left; None: of none.
 
-        Not of those whose gradients a step has used, until these are written to, nor of those that
-        have received theirs, unless these are taken back; and of none where
+        Not of those whose gradients a step has used, until these are written to; and of none where
         a script has given masters gradients, which are stepped alone.
 
         Args:
             pairs: of the optimizer.
         """
-        if self._received and not (self.was_last and self._take_back(pairs)):
-            pairs = pairs.select([not has for has in self._are_received(pairs)])
+        if self._received and not self._take_back(pairs):
+            return None
         not_new = {id(grad) for grad in (*self._used.unwritten(), None)}
         given = pairs.select(
             [

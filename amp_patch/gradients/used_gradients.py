@@ -84,12 +84,6 @@ class UsedGradients:
         kept += [weakref.ref(one) if isinstance(one, Tensor) else one for one in self._noted]
         self._earlier, self._noted = kept, [*grads]
 
-    def add_older(self, grads: Iterable[Tensor]) -> None:
-        """Note what an earlier step has used, and no pass since has reached."""
-        older = list(map(weakref.ref, grads))
-        self._earlier += older
-        self.has_older |= bool(older)
-
     def drop(self, grads: Iterable[Tensor | None]) -> None:
         """No step is to use these, for now."""
         dropped = set(map(id, grads))

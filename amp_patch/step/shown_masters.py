@@ -212,9 +212,6 @@ class ShownMasters:
 
     def offer(self) -> None:
         """A backward outside of ``scale_loss`` has ended: a script may read what masters get."""
-        gradients = self._gradients
-        if not self._current.is_open and gradients.scaled.scale is None and gradients.are_pending:
-            gradients.outside.came_beside = not gradients.outside.was_last
         if not self._current.is_open and self._gradients.take_unscaled:
             pairs = self._pairs()
             if not are_same(*pairs) and not have_none(pairs.model):

@@ -743,33 +743,6 @@ def test_zeros_in_what_an_earlier_step_has_used_are_added_to(amp, fused_step):
 
 @pytest.mark.parametrize("fused_step", [False, True])
 @pytest.mark.parametrize("opt_level", WITH_MASTERS)
-@pytest.mark.parametrize("first", ["plain", "plain, read", "block"])
-def test_one_that_reaches_other_parameters_is_stepped_too(amp, opt_level, fused_step, first):
-    model = nn.ParameterList([torch.zeros(3), torch.zeros(2), torch.zeros(4)])
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    amp.initialize(
-        model, optimizer, opt_level=opt_level, loss_scale=8.0, fused_step=fused_step, verbosity=0
-    )
-    masters = list(amp.master_params(optimizer))
-    for _ in range(2):
-        loss = model[0].float().sum() * 2
-        if first == "block":
-            with amp.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
-        else:
-            loss.backward()
-        if first == "plain, read":
-            assert [master.grad is None for master in masters] == [False, True, True]
-        model[1].float().sum().backward()
-        with amp.scale_loss(model[2].float().sum() * 4, optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert [float(master.detach()[0]) for master in masters] == [-4.0, -2.0, -8.0]
-
-
-@pytest.mark.parametrize("fused_step", [False, True])
-@pytest.mark.parametrize("opt_level", WITH_MASTERS)
 def test_what_a_step_has_used_is_not_stepped_beside_another_parts_plain_backward(
     amp, opt_level, fused_step
 ):
