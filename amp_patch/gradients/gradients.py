@@ -65,8 +65,6 @@ class Gradients:
         scaled: those that are still multiplied by a loss scale.
         stepped: those that a step has used, and left for the next backward outside to add to.
         parted: lets go of parameters that leave the optimizer.
-        has_given: whether the step is to use gradients that a script gave masters, where no pass
-            has left any, or they were cleared.
         elsewhere: half parameters of which other ranks step the masters (ZeRO). Their gradients are
             cleared before the next pass, which would share them among the ranks once more. Where
             the others' wait scaled, theirs do, too.
@@ -91,7 +89,6 @@ class Gradients:
         self.unused = UnusedWrites(self._received, lazy)
         self.outside = OutsidePasses(self._received, self._used, self._own, self.unused)
         self.parted = PartedGradients(lazy, self.scaled, self._aside, self._received, self._used)
-        self.has_given = False
         self.elsewhere: list[Tensor] = []
 
     @property
@@ -178,12 +175,7 @@ class Gradients:
             self.outside.end()
         if self._lazy is not None:
             self._lazy.stored = ()
-        self.has_given = False
         self._own.forget()
-
-    def note_given(self, pairs: ParamPairs) -> None:
-        """No pass has given masters any: note whether a script has."""
-        self.has_given = any(_has_grad(master) for _, master in pairs.halves())
 
     def are_used(self, pairs: ParamPairs) -> bool:
         """Return whether only gradients are there that a step has used; waits for the device.
@@ -270,8 +262,6 @@ class Gradients:
             grad = stored_grad(master)
             if grad is None or id(grad) in stored or self._own.has_stored(master):
                 found.append(master)
-            else:
-                self.has_given = True
         return found
 
     def set_aside(self, pairs: ParamPairs, scale: float | Tensor) -> None:

@@ -18,8 +18,10 @@ class HalfSteps:
     """Steps of half parameters, or of their masters, by optimizers that are not prepared."""
 
     def __init__(self) -> None:
-        # By optimizer, how many were prepared when its masters were looked for.
-        self._looked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        # By optimizer, what was set up for others when its masters were looked for.
+        self._looked: weakref.WeakKeyDictionary[Optimizer, tuple[int, ...]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._told: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def refuse(
@@ -34,8 +36,9 @@ class HalfSteps:
             RuntimeError: it holds parameters of which another optimizer steps masters.
         """
         halves = [one for one in params_of(optimizer) if one.dtype in HALVES and store.holds(one)]
-        if self._looked.get(optimizer) != len(optimizers.steps):
-            self._looked[optimizer] = len(optimizers.steps)
+        prepared = tuple(map(id, optimizers.steps.values()))
+        if self._looked.get(optimizer) != prepared:
+            self._looked[optimizer] = prepared
             self._warn_of_masters(optimizer, store, optimizers)
         if not halves or optimizer in self._told:
             return

@@ -44,7 +44,6 @@ class Zeroing:
         self._found_used = False  # of a plain backward, by the step that runs
         self._is_empty = False  # whether the step that runs, or the pass that ends, has none
         self._has_stepped = False  # whether a step had some
-        self._has_used_given = False  # whether the last step had some that a script gave masters
         self._is_alone = True  # whether the last pass was of this optimizer alone
         self._has_left = False  # whether that pass has left any, while it is watched
 
@@ -63,7 +62,6 @@ class Zeroing:
         """
         self._had_used = self.is_watched and self._has_used(pairs)
         self.was_cleared = self.was_abandoned = self._has_left = False
-        self._has_used_given = False
         self._is_alone = is_alone
         self.passes += 1
         self.is_watched = self.passes <= WATCHED
@@ -94,7 +92,6 @@ class Zeroing:
         if place := self._added_to_used or ("an optimizer.step()" if found_used else ""):
             _warn_of_used(place)
         self._added_to_used, self._found_used = "", False
-        self._has_used_given = self._gradients.has_given
         if self.passes > self._passes_stepped and not self._is_empty:
             self._has_stepped = True
         self._is_empty = False
@@ -113,7 +110,7 @@ class Zeroing:
         Args:
             is_lost: whether there are some that no step has used, if there was a pass.
         """
-        self._had_used = self.was_abandoned = self._has_used_given = False
+        self._had_used = self.was_abandoned = False
         self._added_to_used = ""
         if self.passes > self._passes_stepped:
             self.was_cleared = is_lost
@@ -124,9 +121,6 @@ class Zeroing:
         Args:
             pairs: as for `begin`.
         """
-        is_behind_none = self._drops_used and self.passes == self._passes_stepped
-        if is_behind_none and not self._gradients.outside.was_last:
-            self._look_at_given(pairs())
         if self.was_cleared:
             self._tell_of_cleared(pairs(), "optimizer.zero_grad()")
         elif self._is_behind_abandoned(pairs):
@@ -142,15 +136,6 @@ class Zeroing:
             _warn_of_used("an optimizer.step()")
         elif self._gradients.stepped.are_left:
             self._found_used = self._gradients.are_used(pairs())
-
-    def _look_at_given(self, pairs: ParamPairs) -> None:
-        """No backward has come since the last step: there is what a script gave masters, or none.
-
-        Where it gave some to the last step, plain PyTorch would step these again.
-        """
-        self._gradients.note_given(pairs)
-        if self._has_used_given and self._gradients.are_cleared(pairs):
-            self._added_to_used = "an optimizer.step()"
 
     def _is_behind_abandoned(self, pairs: Callable[[], ParamPairs]) -> bool:
         if not self.was_abandoned or self._skip.is_certain:  # an error at an overflow ended it

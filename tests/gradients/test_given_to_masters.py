@@ -5,7 +5,6 @@ All coefficients, factors and scales are small integers or powers of two: no sum
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -16,8 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import scaled_backward
 from torch import Tensor, nn
-
-from amp_patch.warn_once import warn_once
 
 SIZES = (3, 4, 2)
 WHICH = range(len(SIZES))
@@ -191,39 +188,6 @@ def test_each_of_several_optimizers_steps_its_own(
     for one in optimizers:
         one.step()
     assert [float(one[0].detach()) for one in masters] == [-8.0, 0.0]
-
-
-@FUSED
-@LEVELS
-@pytest.mark.parametrize("behind_block", [False, True])
-def test_a_second_step_with_them_is_told_of(
-    amp: ModuleType, level: str, fused_step: bool, behind_block: bool
-) -> None:
-    warn_once.reset()
-    script = Script(amp, level, fused_step=fused_step)
-    if behind_block:
-        script.block(1, 2)
-        script.clear(script.params)
-    script.give(script.masters, 8, 16)
-    script.step()
-    with pytest.warns(UserWarning, match="gradients of a step are dropped with it"):
-        assert script.step() == [0, 0, 0]
-
-
-@FUSED
-@LEVELS
-@pytest.mark.parametrize("clears", ["optimizer", "model"])
-def test_a_second_step_behind_zero_grad_is_not(
-    amp: ModuleType, level: str, fused_step: bool, clears: str
-) -> None:
-    warn_once.reset()
-    script = Script(amp, level, fused_step=fused_step)
-    for _ in range(3):
-        script.give(script.masters, 8, 16)
-        with warnings.catch_warnings(action="error"):
-            script.step()
-            getattr(script, clears).zero_grad()
-            script.step()
 
 
 class Program:
