@@ -6,8 +6,9 @@ trains it where it is named, and nobody stores it in half. Knows frames; nothing
 
 from __future__ import annotations
 
+import itertools
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,6 +20,8 @@ from .error_places import Place, frames, owner_of
 
 #: A dict of lists, say; deeper ones, and what holds itself, are not looked through.
 _DEPTH = 3
+#: Nor are further ones of each: a vocabulary may have a million.
+_ITEMS = 100
 _OURS = f"{__name__.partition('.')[0]}."
 
 
@@ -55,6 +58,11 @@ def _tensors_in(value: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
     """Yield the tensors in a container, of containers too; a module keeps its own."""
     if isinstance(value, Tensor):
         yield value
-    elif depth and not isinstance(value, nn.Module):
-        for _, item in items_of(value):
+    elif depth and not isinstance(value, nn.Module) and not _is_lazy(value):
+        for _, item in itertools.islice(items_of(value), _ITEMS):
             yield from _tensors_in(item, depth - 1)
+
+
+def _is_lazy(value: Any) -> bool:
+    """Return whether a mapping may make or read what it is asked for."""
+    return isinstance(value, Mapping) and not isinstance(value, dict)

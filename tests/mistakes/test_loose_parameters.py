@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -193,3 +193,23 @@ def test_both_mends_train_the_weight(amp: ModuleType, level: str, kind: Any, men
     now = [*weights(model), *own]
     assert all(not torch.equal(one, other) for one, other in zip(now, before, strict=True))
     assert_equal([one.isfinite() for one in now], [torch.ones_like(one).bool() for one in now])
+
+
+class Lazy(Mapping[str, Tensor]):
+    """Reads what it is asked for from a file, which is closed."""
+
+    def __getitem__(self, key: str) -> Tensor:
+        raise OSError(key)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter("a")
+
+    def __len__(self) -> int:
+        return 1
+
+
+def test_what_a_mapping_would_have_to_read_is_left_alone(amp: ModuleType) -> None:
+    held = [Lazy(), dict.fromkeys(range(500)), weight()]
+    model = Held(held, lambda held, x: x @ held[2])
+    amp.initialize(model, opt_level="O2", verbosity=0)
+    assert MEND in fail(lambda: model(X))
