@@ -92,7 +92,8 @@ class LazyGradients:
                 pairs = zip(earlier, grads, strict=True)
                 grads = [grad if one is None else one + grad for one, grad in pairs]
             store_grads(params, grads)
-            self.stored = [*self.stored, *map(weakref.ref, grads)]
+            alive = [one for one in self.stored if one() is not None]
+            self.stored = alive + list(map(weakref.ref, grads))
 
     def materialize_or_drop(self) -> RuntimeError | None:
         """Make and store the gradients; drop them where they cannot be made, and return why."""

@@ -142,3 +142,13 @@ def test_without_a_source_it_is_like_any_other() -> None:
     param = LazyGradParameter(torch.ones(2))
     param.sum().backward()
     assert torch.equal(param.grad, torch.ones(2))
+
+
+def test_what_was_stored_and_is_gone_is_forgotten(made: Waiting) -> None:
+    for _ in range(3):
+        made.grads = [torch.ones(2), torch.ones(3)]
+        made.lazy.hold(made.params, made)
+        assert [param.grad for param in made.params] == made.grads
+        for param in made.params:
+            param.grad = None
+    assert len(made.lazy.stored) == 2
