@@ -237,8 +237,15 @@ class Gradients:
         return not self._used.has_older and self._received.are_as_stepped()
 
     def forget_used(self) -> None:
-        """All gradients are gone: those that a step has used are kept alive no more."""
-        self._used.begin(())
+        """All gradients are gone: those that a step has used are kept alive no more.
+
+        Where a fused step has used them, they are known as long as the script keeps them: given
+        again, they would be stepped as they are, multiplied by the scale.
+        """
+        if self._lazy is None:
+            self._used.begin(())
+        else:
+            self._used.weaken()
         self._received.stepped = []
 
     def clear_elsewhere(self) -> None:

@@ -81,8 +81,11 @@ class UsedGradients:
         """Note more for the same step; earlier ones are kept alive by others alone."""
         # most have died since: with many micro-batches the list would grow by a pass with each
         kept = [one for one in self._earlier if one() is not None]
-        kept += [weakref.ref(one) if isinstance(one, Tensor) else one for one in self._noted]
-        self._earlier, self._noted = kept, [*grads]
+        self._earlier, self._noted = kept + _weakly(self._noted), [*grads]
+
+    def weaken(self) -> None:
+        """Keep none alive."""
+        self._noted = [*_weakly(self._noted)]
 
     def drop(self, grads: Iterable[Tensor | None]) -> None:
         """No step is to use these, for now."""
@@ -103,3 +106,7 @@ class UsedGradients:
         """Return references to those of these that were noted."""
         ids = set(map(id, self.alive()))
         return [weakref.ref(grad) for grad in grads if id(grad) in ids]
+
+
+def _weakly(grads: Iterable[Reference]) -> list[weakref.ref[Tensor]]:
+    return [weakref.ref(one) if isinstance(one, Tensor) else one for one in grads]

@@ -42,6 +42,7 @@ class ClearedGradients:
         self._pairs, self._gradients, self._skip = held.pairs, gradients, skip
         self._current, self._foreign = current, foreign
         self._shown, self._zeroing = shown, zeroing
+        self._has_masters = held.masters is not None
 
     def note(self) -> None:
         """The user is about to clear the gradients."""
@@ -79,7 +80,7 @@ class ClearedGradients:
         if self._current.is_open:
             return
         if not self._gradients.are_pending:
-            if have_none(self._pairs().model):
+            if self._has_masters and have_none(self._pairs().model):
                 self._gradients.forget_used()
             else:
                 self._shown.offer_stepped()  # of other parameters

@@ -136,3 +136,23 @@ def test_what_was_cleared_is_gone(
         grads = [weakref.ref(param.grad) for param in model.parameters()]
         {"optimizer": optimizer, "model": model}[of].zero_grad()
         assert [grad() for grad in grads] == [None] * 4
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_what_a_fused_step_has_used_is_not_stepped_again_where_a_script_keeps_it(
+    amp: ModuleType, level: str
+) -> None:
+    """It is multiplied by the scale."""
+    model = nn.Linear(4, 4)
+    optimizer = SGD(model.parameters(), lr=1.0)
+    amp.initialize(model, optimizer, opt_level=level, fused_step=True, loss_scale=64.0, verbosity=0)
+    scaled_backward(amp, model(torch.ones(2, 4)).float().square().mean(), optimizer)
+    optimizer.step()
+    kept = [param.grad for param in model.parameters()]
+    optimizer.zero_grad()
+    for param, grad in zip(model.parameters(), kept, strict=True):
+        param.grad = grad
+    before = [master.detach().clone() for master in amp.master_params(optimizer)]
+    with pytest.warns(UserWarning, match="gradients of a step are dropped with it"):
+        optimizer.step()
+    assert all(map(torch.equal, amp.master_params(optimizer), before))
