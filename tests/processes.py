@@ -11,7 +11,7 @@ Python of its own.
 
 import atexit
 import functools
-import importlib
+import importlib.machinery
 import json
 import multiprocessing
 import os
@@ -167,6 +167,7 @@ def become(job: Job) -> None:
     if sys.warnoptions:
         warnings._processoptions(sys.warnoptions)  # what Python itself calls
     sys.path[:0] = filter(None, job.env.get("PYTHONPATH", "").split(os.pathsep))
+    _forget_another_package()
     if job.env.get("PYTHONPATH"):
         _import_sitecustomize()
     _leave_process_groups_to_the_system()
@@ -174,6 +175,14 @@ def become(job: Job) -> None:
         _run(arguments)
     finally:
         atexit._run_exitfuncs()  # multiprocessing does so from Python 3.13 on
+
+
+def _forget_another_package() -> None:
+    """Let the command import its own, where its PYTHONPATH leads to another copy of the package."""
+    found = importlib.machinery.PathFinder.find_spec("amp_patch")  # None: the one that is installed
+    if found is not None and found.origin != sys.modules["amp_patch"].__file__:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "amp_patch"]:
+            del sys.modules[name]
 
 
 def _import_sitecustomize() -> None:

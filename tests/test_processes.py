@@ -86,6 +86,16 @@ def test_forks_have_torch_and_nothing_of_each_other() -> None:
 
 
 @linux_only
+def test_another_copy_of_the_package_is_the_commands(tmp_path: Path) -> None:
+    (tmp_path / "amp_patch").mkdir()
+    (tmp_path / "amp_patch" / "__init__.py").write_text("print('a copy')\n")
+    (tmp_path / "elsewhere").mkdir()
+    command, env = [sys.executable, "-c", "import amp_patch"], {"PYTHONPATH": str(tmp_path)}
+    done = processes.run(command, cwd=tmp_path / "elsewhere", env={**os.environ, **env}, fork=True)
+    assert done.stdout == "a copy\n"
+
+
+@linux_only
 def test_what_takes_too_long_is_ended() -> None:
     code = "import time; time.sleep(60)"
     assert processes.run([sys.executable, "-c", code], fork=True, timeout=1).returncode == -14

@@ -5,11 +5,14 @@ The arithmetic is that of float32 also for half tensors, rounded once.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from amp_patch.casting.mode import HALVES
 from amp_patch.kernels import alike
+from amp_patch.kernels.torch_norms import norms_of
 
 from .tensor_lists import Lists, columns_of, raise_flag, widened
 
@@ -65,8 +68,7 @@ def has_nonfinite(tensors: list[Tensor]) -> Tensor:
     full = [tensor for tensor in tensors if tensor.numel() > 0]
     if not full:
         return torch.zeros((), dtype=torch.bool, device=tensors[0].device)
-    largest = torch.stack(torch._foreach_norm(full, float("inf")))
-    return ~torch.isfinite(largest).all()
+    return ~torch.isfinite(torch.stack(norms_of(full, math.inf))).all()
 
 
 def _multiply_into(outputs: list[Tensor], inputs: list[Tensor], scale: float) -> None:
