@@ -6,7 +6,9 @@ instead would overflow in half precision, and be for nothing where the backward 
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import sys
 import threading
 from collections.abc import Iterable
 from typing import Any
@@ -117,5 +119,23 @@ class TrueGradients:
 #: What a thread stashes under a name its backwards find, also where they run in threads of torch's,
 #: as those of a GPU do, and those that call backwards themselves.
 _OF_THREAD = "amp_patch.thread"
-_stash, _stashed = torch._C._stash_obj_in_tls, torch._C._get_obj_in_tls
-_is_stashed = torch._C._is_key_in_tls
+_stashed, _is_stashed = torch._C._get_obj_in_tls, torch._C._is_key_in_tls
+
+
+def _stash(key: str, value: object) -> None:
+    if _takes_a_reference():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+    torch._C._stash_obj_in_tls(key, value)
+
+
+@functools.cache
+def _takes_a_reference() -> bool:
+    """Return whether torch gives back a reference that it never took, as torch 2.6 does.
+
+    What it was given is freed then while others have it.
+    """
+    probe = object()
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))  # the one that may be given back
+    before = sys.getrefcount(probe)
+    torch._C._stash_obj_in_tls("amp_patch.probe", probe)
+    return sys.getrefcount(probe) == before

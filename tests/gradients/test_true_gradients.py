@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from types import ModuleType
@@ -234,3 +235,13 @@ def test_a_gradient_that_stays_as_it_is_is_looked_at_once(monkeypatch: pytest.Mo
     assert looks == [3]
     assert [param.grad.tolist() for param in params] == [[4.0, 4.0], [4.0, 4.0], [8.0, 8.0]]
     assert [true.has(param) for param in params] == [True, True, False]
+
+
+def test_what_a_thread_is_told_by_lives_as_long_as_it_is_held() -> None:
+    """Torch 2.6 would free it."""
+    value = object()
+    held = sys.getrefcount(value)
+    for _ in range(3):
+        true_gradients._stash("amp_patch.test", value)
+    assert sys.getrefcount(value) >= held + 1
+    assert true_gradients._stashed("amp_patch.test") is value
