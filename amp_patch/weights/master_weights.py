@@ -164,10 +164,10 @@ class MasterWeights:
         self._forget_end = end.detach
 
     def _publish_last(self) -> None:
-        """Do so wherever the collector comes to the optimizer.
+        """The optimizer goes: publish what a script wrote last, where that harms nobody.
 
-        While something is traced, say, or where a script has freed the weights; or between a
-        forward and its backward, which refuses weights of another version.
+        The collector may come to it while something is traced, after a script has freed the
+        weights, or between a forward and its backward, which refuses weights of another version.
         """
         params, masters = self._pairs.params, self._pairs.masters
         every = [*params, *masters]
