@@ -60,6 +60,13 @@ def _are_equal(one: Tensor, other: Tensor) -> Tensor:
     return torch.isclose(one, other, rtol=0.0, atol=0.0, equal_nan=True).all()
 
 
+def is_infinite(numbers: Tensor) -> Tensor:
+    """Return whether one is infinite; 0-dim bool on their device."""
+    if is_large(numbers) and largest(numbers).isfinite():
+        return numbers.new_zeros((), dtype=torch.bool)
+    return numbers.isinf().any()
+
+
 def are_nonfinite(numbers: Tensor) -> Tensor:
     """Return whether one is infinite, and whether one is NaN; bool of shape (2,)."""
     if is_large(numbers) and largest(numbers).isfinite():

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from amp_patch.kernels.looks import is_infinite
 from amp_patch.warn_once import warn
 
 
@@ -43,6 +44,8 @@ def _overflows(half: Tensor, original: Tensor) -> bool:
     if half.dtype is not torch.float16:  # bfloat16 has the range of float32
         return False
     if type(original) is not Tensor or original.is_meta or original.layout is not torch.strided:
+        return False
+    if not is_infinite(half.detach()):
         return False
     lost = original[half.detach().isinf() & original.isfinite()]
     return lost.numel() > 0 and not bool((lost == lost[0]).all() and lost[0] < 0)

@@ -16,6 +16,7 @@ from amp_patch.kernels.looks import (
     are_nonfinite,
     count_nonfinite,
     is_any,
+    is_infinite,
     largest,
     same_numbers,
 )
@@ -44,6 +45,7 @@ def test_one_tensor_is_what_torch_says(tensor: Tensor) -> None:
     assert bool(is_any(tensor)) is bool(tensor.any())
     expected = torch.stack([tensor.isinf().sum(), tensor.isnan().sum()])
     torch.testing.assert_close(count_nonfinite(tensor), expected, rtol=0, atol=0)
+    assert bool(is_infinite(tensor)) is bool(expected[0])
     assert are_nonfinite(tensor).tolist() == [bool(one) for one in expected]
     wide = torch.float32 if tensor.element_size() == 2 else tensor.dtype
     norm = torch.linalg.vector_norm(tensor.to(wide), INF)

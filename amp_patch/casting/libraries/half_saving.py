@@ -11,6 +11,8 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
+from amp_patch.kernels.looks import is_infinite
+
 
 class HalfSaving:
     """What autograd saves of one call, in the half dtype of the call's result.
@@ -63,7 +65,7 @@ def _in_half(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype is torch.float16 and not tensor.is_cpu:
         return tensor
     narrow = tensor.to(dtype)
-    return tensor if dtype is torch.float16 and narrow.isinf().any() else narrow
+    return tensor if dtype is torch.float16 and is_infinite(narrow) else narrow
 
 
 class _Saved:
