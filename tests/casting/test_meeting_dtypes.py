@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
 
 from amp_patch import amp as core
 from amp_patch.casting.libraries import library_rules
@@ -177,6 +178,19 @@ def test_attention_takes_its_mask_in_float32(amp: ModuleType, level: str) -> Non
 
         for got in in_model(model, attended):
             assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("level", ["O1", *HALF])
+def test_a_mask_that_is_a_class_of_torchs_is_asked_for_its_attention(
+    amp: ModuleType, level: str
+) -> None:
+    """Such a mask has no numbers, and compares the function that torch names with that of ``F``."""
+    model, half = prepare(amp, level), HALF.get(level, torch.float16)
+    q, k, v = (torch.randn(1, 2, 9, 8, dtype=half) for _ in range(3))
+    want = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    mask = causal_lower_right(9, 9)
+    (got,) = in_model(model, lambda: (F.scaled_dot_product_attention(q, k, v, attn_mask=mask),))
+    assert torch.equal(got, want)
 
 
 def test_what_is_written_to_out_is_left_to_torch(

@@ -322,6 +322,8 @@ RULES = {
         # of F.interpolate(antialias=True)
         "_upsample_bicubic2d_aa": ("stored", "cpu", "CPU kernel"),
         "_upsample_bilinear2d_aa": ("stored", "cpu", "CPU kernel"),
+        # torch says that this one was called, which CausalBias compares with that of F
+        "scaled_dot_product_attention": ("attention", "never", "one dtype"),
     },
     "torch._library.custom_ops": {
         "CustomOpDef.__call__": ("registered", "never", "autocast rule"),
