@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import operator
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from itertools import chain, compress
 from typing import Any
 
@@ -455,29 +455,82 @@ class Gradients:
         self._used.note_versions(compress(left, map(operator.not_, are_any(left))))
 
     def drop_cleared(
-        self, pairs: ParamPairs, by_value: bool = False, among: set[int] | None = None
+        self,
+        pairs: ParamPairs,
+        by_value: bool = False,
+        among: set[int] | None = None,
+        scaled: Collection[Tensor] = (),
     ) -> None:
         """Where the user cleared a half gradient, drop what its master was given of it, too.
+
+        And where the user has put another in its place, give the master that one.
 
         Args:
             pairs: of the optimizer.
             by_value: see `ReceivedGradients.changes`.
             among: ids of the parameters that are looked at, which a call clears now, with what a
                 script has given their masters; None: all.
+            scaled: parameters whose gradients may be multiplied by a loss scale.
         """
         if self.are_delayed(pairs):
             return
         if self.outside.was_last:
             self.receive_unscaled(pairs)
         own = pairs if among is None else pairs.select([id(one) in among for one in pairs.model])
-        (params, masters), written = self._received.changes(own, by_value)
-        for grad, is_another in written:
-            self.unused.tell_of(grad, is_another)
-        self._clear_masters(self._without_given(masters) if among is None else masters)
+        changes = self._received.changes(own, by_value)
+        (params, masters), given = changes.cleared, ParamPairs([], [])
+        if among is None:
+            given = self._without_scaled(changes.given, scaled)
+            masters = [*self._without_given(masters), *given.master]
+        self.unused.tell_of_changes(changes, given.model)
+        self._clear_masters(masters)
         # Where all half gradients are cleared nothing counts as received any more. Float32 ones, of
         # a batch norm, are cleared at the parameters themselves, and count where all are such.
         halves = [param for param, _ in pairs.halves()]
-        self._received.keep(halves or pairs.model, set(map(id, params)))
+        self._received.keep(halves or pairs.model, set(map(id, chain(params, given.model))))
+        if given.model:
+            self._receive_given(given)
+
+    def take_given(self, pairs: ParamPairs, scaled: Collection[Tensor]) -> None:
+        """Give masters what a script has put in the place of half gradients they have received.
+
+        Before it writes to those of masters, which it has read here.
+
+        Args:
+            pairs: of the optimizer.
+            scaled: see `drop_cleared`.
+        """
+        if self.scaled.scale is not None or self.outside.was_last:
+            return
+        given = self._without_scaled(self._received.changes(pairs).given, scaled)
+        if given.model:
+            self._clear_masters(given.master)
+            self._received.keep(self._received.params(), set(map(id, given.model)))
+            self._receive_given(given)
+
+    def _receive_given(self, given: ParamPairs) -> None:
+        is_first = not self._received
+        self.finish(self.receive(given, None))
+        self.outside.was_last = is_first  # what a plain backward adds to is no block's
+
+    def _without_scaled(self, given: ParamPairs, scaled: Collection[Tensor]) -> ParamPairs:
+        """Return of parameters with given gradients those of which masters are to get them.
+
+        Not where half gradients are multiplied by a scale, as a fused step leaves them, for what a
+        script makes of them is; and not where it has given the master one as well. What has a graph
+        is a backward's sum, of another optimizer's block perhaps.
+        """
+        if self._lazy is not None:
+            return ParamPairs([], [])
+        known = set(map(id, scaled))
+        masters = set(map(id, self._without_given(given.master)))
+        rows = zip(*given, look_up(GRAD, given.model), strict=True)
+        return given.select(
+            [
+                id(param) not in known and id(master) in masters and not grad.requires_grad
+                for param, master, grad in rows
+            ]
+        )
 
 
 _IS_THERE = functools.partial(operator.is_not, None)

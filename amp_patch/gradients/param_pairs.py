@@ -22,6 +22,11 @@ class ParamPairs(NamedTuple):
     model: list[Tensor]
     master: list[Tensor]
 
+    @classmethod
+    def of(cls, rows: Sequence[tuple[Tensor, Tensor]]) -> ParamPairs:
+        """Return parameters that are given each with the tensor that is stepped for it."""
+        return cls([param for param, _ in rows], [master for _, master in rows])
+
     def share(self, taken: set[int], by: Literal["model", "master"]) -> ParamPairs:
         """Return the pairs whose parameter, or master, is not in ``taken``, and add these.
 

@@ -38,14 +38,17 @@ class Changes(NamedTuple):
 
     Attributes:
         cleared: parameters whose gradient is gone, or 0 now, and their masters.
-        written: gradients with other values, and whether they took the place of the noted ones.
-            One with the same is none of these: `DistributedDataParallel` moves gradients to new
-            buckets before its second backward (``gradient_as_bucket_view=True``), and a script
-            that replaces NaN in place finds none most often.
+        given: parameters with another gradient, of other values, and their masters.
+        written: gradients with other values than they had.
+
+    One with the same values is none of these: `DistributedDataParallel` moves gradients to new
+    buckets before its second backward (``gradient_as_bucket_view=True``), and a script that
+    replaces NaN in place finds none most often.
     """
 
     cleared: ParamPairs
-    written: list[tuple[Tensor, bool]]
+    given: ParamPairs
+    written: list[Tensor]
 
 
 #: Parameters, the versions of their gradients, references to these, and to those of masters.
@@ -162,7 +165,9 @@ class ReceivedGradients:
             by_value: whether each is asked for 0, which a write through ``.data`` leaves unseen.
         """
         noted, written = self._by_param(), self._watched.written(self.params())
-        changes = Changes(ParamPairs([], []), [])
+        cleared: list[tuple[Tensor, Tensor]] = []
+        given: list[tuple[Tensor, Tensor]] = []
+        changed: list[Tensor] = []
         for param, master in pairs.halves():
             known, grad = noted.get(id(param)), param.grad
             if known is None:
@@ -173,11 +178,14 @@ class ReceivedGradients:
             if is_whole and not by_value:
                 continue
             if grad is None or not is_any(kernels.values(grad)):
-                changes.cleared.model.append(param)
-                changes.cleared.master.append(master)
-            elif not is_whole and not _is_copy(grad, None if is_noted else known.reference, master):
-                changes.written.append((grad, not is_noted))
-        return changes
+                cleared.append((param, master))
+            elif is_whole or _is_copy(grad, None if is_noted else known.reference, master):
+                continue
+            elif is_noted:
+                changed.append(grad)
+            else:
+                given.append((param, master))
+        return Changes(ParamPairs.of(cleared), ParamPairs.of(given), changed)
 
     def stored(self) -> set[int]:
         """Return the ids of the gradients that masters have got of passes, and no script's."""

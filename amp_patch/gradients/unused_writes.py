@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from typing import Any
+
 from torch import Tensor
 
 from amp_patch.warn_once import warn
@@ -9,7 +12,7 @@ from amp_patch.weights.lazy_gradients import LazyGradients
 
 from .half_gradients import HalfGradients, LargeInHalf
 from .param_pairs import ParamPairs
-from .received_gradients import ReceivedGradients
+from .received_gradients import Changes, ReceivedGradients
 
 
 class UnusedWrites:
@@ -27,10 +30,22 @@ class UnusedWrites:
     def tell(self, pairs: ParamPairs) -> None:
         """Warn where half gradients hold other numbers than their masters were given."""
         if self._received and not self._has_warned and not self._received.are_untouched():
-            for grad, is_another in self._received.changes(pairs).written:
-                self.tell_of(grad, is_another)
+            self.tell_of_changes(self._received.changes(pairs))
 
-    def tell_of(self, grad: Tensor, is_another: bool) -> None:
+    def tell_of_changes(self, changes: Changes, taken: Collection[Tensor] = ()) -> None:
+        """Warn of what a script has written to half gradients, or put in their place.
+
+        Args:
+            changes: found.
+            taken: parameters of which masters are given what was put there.
+        """
+        for grad in changes.written:
+            self._tell_of(grad, is_another=False)
+        for param in changes.given.model:
+            if not any(param is one for one in taken):
+                self._tell_of(param.grad, is_another=True)
+
+    def _tell_of(self, grad: Any, is_another: bool) -> None:
         """Warn of a write to a half gradient that no step reads; to one that waits it is refused.
 
         Args:

@@ -94,13 +94,14 @@ class ClearedGradients:
                 self.forget()
 
     def drop(self) -> None:
-        """Drop masters' gradients whose half gradients the user has cleared.
+        """Drop masters' gradients whose half gradients the user has cleared, or replaced.
 
         Call it where ``gradients.may_be_cleared``, and after an overflow: the skipped step uses no
         gradient, so one that was left at a master would be added to for good.
         """
         self._shown.withdraw()
-        self._gradients.drop_cleared(self._pairs(), by_value=self._skip.is_certain)
+        scaled = self._foreign.params()
+        self._gradients.drop_cleared(self._pairs(), by_value=self._skip.is_certain, scaled=scaled)
 
     def forget(self) -> None:
         """The gradients were stepped or cleared; nothing is known of the next ones."""

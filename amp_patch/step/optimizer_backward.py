@@ -273,13 +273,15 @@ class OptimizerBackward:
             self._fused.lazy.materialize()  # unscales half gradients, which may be written to
         waiting = self._fused is not None and self._fused.lazy.are_waiting
         # Nothing is watched in a thread that trains other models, nor half gradients that masters
-        # have received already: nobody reads these again.
+        # have received already: nobody reads these again, but what takes the place of cleared ones.
         params, masters = self.pairs() if scale is not None and is_here else ((), ())
         if params is not masters and (waiting or not have_none(masters)):
             params = [
                 param
                 for param, master in zip(params, masters, strict=True)
-                if param is master or not (waiting or stored_grad(master) is not None)
+                if param is master
+                or not (waiting or stored_grad(master) is not None)
+                or stored_grad(param) is None
             ]
         return self._foreign.watch(params)
 

@@ -169,6 +169,8 @@ class ShownMasters:
         if stepped.copied:
             self._offer.withdraw()
             return
+        if self._fused is None and self._gradients.may_be_cleared:
+            self._gradients.take_given(self._pairs(), self._foreign.params())
         self.receive_unscaled()
         if self._fused is not None:
             # A backward adds to what is stored; what waits would come last in the sum.

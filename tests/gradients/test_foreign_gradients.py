@@ -194,6 +194,28 @@ def test_what_a_master_has_received_counts_though_another_loss_came_after(
     torch.testing.assert_close(values(second), [p.detach() for p in expected])
 
 
+@pytest.mark.filterwarnings("ignore:gradients that are to be differentiated again")
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+@pytest.mark.parametrize("keeps_graph", [False, True])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_scaled_ones_in_the_place_of_what_a_master_has_received_are_not_stepped(
+    amp: ModuleType, level: str, keeps_graph: bool
+) -> None:
+    """By a graph they are in another tensor though nothing was cleared."""
+    model, first, second = prepared(amp, level)
+    with amp.scale_loss(loss_of(model), second) as scaled_loss:
+        scaled_loss.backward()
+    expected = [p.detach() - 0.5 * p.grad for p in amp.master_params(second)]
+    if not keeps_graph:
+        for param in model.second.parameters():
+            param.grad = None
+    with amp.scale_loss(3 * loss_of(model), first) as scaled_loss:
+        scaled_loss.backward(create_graph=keeps_graph)
+    with pytest.warns(UserWarning, match="has no effect"):
+        second.step()
+    torch.testing.assert_close(values(second), expected)
+
+
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.filterwarnings("ignore:at a level with a loss scale")
 def test_zeros_of_the_optimizer_may_be_added_to_outside_of_a_block(

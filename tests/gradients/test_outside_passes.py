@@ -1,6 +1,7 @@
 """A backward outside of ``scale_loss`` trains as in plain torch, at a scale of 1."""
 
 import copy
+import functools
 import warnings
 import weakref
 
@@ -205,10 +206,13 @@ def freshly(grad, factor):
 @pytest.mark.parametrize("options", [{}, {"fused_step": True}], ids=str)
 @pytest.mark.parametrize("scale", [1.0, 128.0])
 @pytest.mark.parametrize("opt_level", WITH_MASTERS)
-def test_another_gradient_in_the_place_of_one_that_a_master_has_received_is_told(
+def test_another_gradient_in_the_place_of_one_that_a_master_has_received_is_stepped(
     amp, opt_level, scale, options, anew
 ):
-    """Also after the first steps, in which more is looked at."""
+    """Also after the first steps, in which more is looked at.
+
+    Not where a step is fused: the half gradient that a script makes another of is scaled there.
+    """
     model, optimizer = start(amp, opt_level, loss_scale=scale, **options)
 
     def train(factor):
@@ -226,8 +230,105 @@ def test_another_gradient_in_the_place_of_one_that_a_master_has_received_is_told
     for _ in range(40):
         assert any(moved.any() for moved in train(None))
     assert not any(moved.any() for moved in train(0.0))  # as where it is cleared
+    if options:
+        with pytest.warns(UserWarning, match="has no effect"):
+            assert any(moved.any() for moved in train(-3.0))
+    else:
+        moved = train(-3.0)
+        expected = [-0.5 * param.grad.float() for param in model.parameters()]
+        torch.testing.assert_close(moved, expected, rtol=1e-4, atol=1e-6)
+        assert any(one.any() for one in expected)
+
+
+def replace_and_clip(params, masters, clip):
+    params[0].grad = params[0].grad * 2
+    clip()
+
+
+def replace_before_masters_are_written(params, masters, clip):
+    params[0].grad, params[3].grad = torch.ones_like(params[0]), None
+    for master in masters():
+        if master is not params[3] and master.grad is not None:
+            master.grad *= 3
+
+
+def write_to_masters_before_one_is_replaced(params, masters, clip):
+    for master in masters():
+        master.grad *= 3
+    params[2].grad = torch.ones_like(params[2])
+
+
+def replace_all_twice(params, masters, clip):
+    for factor in (0.5, 3):
+        for param in params:
+            param.grad = param.grad * factor
+        list(masters())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        replace_and_clip,
+        replace_before_masters_are_written,
+        write_to_masters_before_one_is_replaced,
+        replace_all_twice,
+    ],
+)
+@pytest.mark.parametrize("goes_on", [False, True])
+@pytest.mark.parametrize("opt_level", WITH_MASTERS)
+def test_gradients_of_a_block_of_which_some_are_replaced_are_those_of_float32(
+    amp, opt_level, goes_on, change
+):
+    """As adversarial training does (PGD), which restores the gradients of the first loss."""
+    model, optimizer = start(amp, opt_level, loss_scale=128.0)
+    plain, twins = float32_twin(amp, model, optimizer)
+    runs = (
+        (model, optimizer, amp.scale_loss, lambda: amp.master_params(optimizer)),
+        (plain, twins, None, plain.parameters),
+    )
+    for _ in range(2):
+        for one, stepper, scaled, masters in runs:
+            backward_of("block", one, stepper, None, scaled)
+            clip = functools.partial(nn.utils.clip_grad_norm_, list(masters()), 0.05)
+            change(list(one.parameters()), masters, clip)
+            if goes_on:
+                backward_of("block", one, stepper, None, scaled)
+            stepper.step()
+            stepper.zero_grad()
+    stepped = values(amp.master_params(optimizer))
+    torch.testing.assert_close(stepped, values(plain.parameters()), rtol=2e-2, atol=5e-3)
+
+
+@pytest.mark.parametrize("read", [False, True])
+@pytest.mark.parametrize("opt_level", WITH_MASTERS)
+def test_a_plain_backward_adds_to_gradients_that_were_all_replaced(amp, opt_level, read):
+    model, optimizer = start(amp, opt_level, loss_scale=128.0)
+    plain, twins = float32_twin(amp, model, optimizer)
+    for one, stepper, scaled in ((model, optimizer, amp.scale_loss), (plain, twins, None)):
+        backward_of("block", one, stepper, None, scaled)
+        for param in one.parameters():
+            param.grad = param.grad * -2
+        if read:
+            list(amp.master_params(optimizer))
+        backward(one)
+        stepper.step()
+    stepped = values(amp.master_params(optimizer))
+    torch.testing.assert_close(stepped, values(plain.parameters()), rtol=2e-2, atol=5e-3)
+
+
+@pytest.mark.parametrize("opt_level", WITH_MASTERS)
+def test_what_a_script_gives_a_master_is_stepped_whatever_it_gives_its_half_parameter(
+    amp, opt_level
+):
+    model, optimizer = start(amp, opt_level, loss_scale=128.0)
+    backward_of("block", model, optimizer, None, amp.scale_loss)
+    master = next(amp.master_params(optimizer))
+    before = master.detach().clone()
+    master.grad = torch.ones_like(master)
+    model[0].weight.grad = torch.zeros_like(model[0].weight) + 7
     with pytest.warns(UserWarning, match="has no effect"):
-        assert any(moved.any() for moved in train(-3.0))
+        optimizer.step()
+    torch.testing.assert_close(before - master, torch.full_like(master, 0.5))
 
 
 @pytest.mark.filterwarnings("ignore:at a level with fp32 masters")

@@ -118,17 +118,15 @@ def test_what_was_done_to_each_is_told_apart() -> None:
     masters = [param.detach().float() for param in params]
     received = noted(params)
     pairs = ParamPairs([*params], masters)
-    assert received.changes(pairs) == (([], []), [])
+    assert received.changes(pairs) == (([], []), ([], []), [])
     cleared(params[0])
     params[1].grad = torch.full((2,), 3.0, dtype=torch.float16)
     params[2].grad.data.mul_(2)  # which moves no version
     assert not received.are_untouched()
-    (model, master), changed = received.changes(pairs)
-    assert [model[0] is params[0], master[0] is masters[0], len(model)] == [True, True, 1]
-    assert [
-        (grad is param.grad, is_another)
-        for (grad, is_another), param in zip(changed, params[1:], strict=True)
-    ] == [(True, True), (True, False)]
+    changes = received.changes(pairs)
+    for row, (model, master) in enumerate((changes.cleared, changes.given)):
+        assert [model[0] is params[row], master[0] is masters[row], len(model)] == [True, True, 1]
+    assert [grad is params[2].grad for grad in changes.written] == [True]
 
 
 @pytest.mark.parametrize("weakly", [False, True])
@@ -143,8 +141,9 @@ def test_a_copy_with_the_same_numbers_is_no_write(weakly: bool) -> None:
     for param, grad, by in zip(params, earlier, (0.0, 1.0, 0.0), strict=True):
         param.grad = grad + by
         grad.zero_()  # its bucket is written to by the next backward
-    written = received.changes(ParamPairs(params, masters)).written
-    assert [(grad is params[1].grad, is_another) for grad, is_another in written] == [(True, True)]
+    changes = received.changes(ParamPairs(params, masters))
+    assert [param is params[1] for param in changes.given.model] == [True]
+    assert not changes.written
 
 
 def test_those_that_are_kept_are_as_they_were_noted() -> None:

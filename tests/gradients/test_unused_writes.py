@@ -19,7 +19,6 @@ WRITES: dict[str, Callable[[Any], Any]] = {
     "clamp": lambda param: param.grad.clamp_(-1e-3, 1e-3),
     "data": lambda param: param.grad.data.clamp_(-1e-3, 1e-3),
     "sign": lambda param: param.grad.data.neg_(),
-    "replaced": lambda param: setattr(param, "grad", param.grad / 2),
 }
 
 
