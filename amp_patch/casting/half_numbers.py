@@ -145,6 +145,8 @@ def within(value: Any, half: torch.dtype) -> Any:
 
 
 def _filling(original: Function) -> Function:
+    name = original.__name__  # torch 2.15 compiles it as another
+
     @leave_out  # between two graphs torch would compile it for each kind of call
     @functools.wraps(original)
     def filling(*args: Any, **kwargs: Any) -> Any:
@@ -155,7 +157,7 @@ def _filling(original: Function) -> Function:
             else:  # as most often
                 return original(*args, **kwargs)
         if mode.stored is not None or casts_are_on():
-            args, kwargs = in_its_dtype(original.__name__, args, kwargs)
+            args, kwargs = in_its_dtype(name, args, kwargs)
         return original(*args, **kwargs)
 
     filling.__prepare_scriptable__ = lambda: original  # type: ignore[attr-defined]  # our own
@@ -163,6 +165,8 @@ def _filling(original: Function) -> Function:
 
 
 def _bounding(original: Function) -> Function:
+    name = original.__name__  # as above
+
     @leave_out  # as above
     @functools.wraps(original)
     def bounding(*args: Any, **kwargs: Any) -> Any:
@@ -173,7 +177,7 @@ def _bounding(original: Function) -> Function:
             if args and getattr(args[0], "dtype", None) is torch.float32:
                 return original(*args, **kwargs)
         if mode.stored is not None or casts_are_on():
-            args, kwargs = in_its_dtype(original.__name__, args, kwargs)
+            args, kwargs = in_its_dtype(name, args, kwargs)
         return original(*args, **kwargs)
 
     bounding.__prepare_scriptable__ = lambda: original  # type: ignore[attr-defined]  # our own

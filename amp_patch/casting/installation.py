@@ -219,4 +219,5 @@ def calling(name: str) -> Function:
         return getattr(self, name)(*args, **kwargs)
 
     call.__name__ = name
+    call.calls = name  # type: ignore[attr-defined]  # torch 2.15 compiles `__name__` as "call"
     return call

@@ -53,23 +53,22 @@ class Region(TorchFunctionMode):
         kwargs = kwargs or {}
         if mode.region is not self or kwargs.get("out") is not None:
             return func(*args, **kwargs)
-        if func.__name__ not in _COMPUTING or _is_users(func):
-            args, kwargs = in_its_dtype(func.__name__, args, kwargs)
+        name = _name(func) if is_compiling() else func.__name__
+        if name not in _COMPUTING or _is_users(func):
+            args, kwargs = in_its_dtype(name, args, kwargs)
             return func(*args, **kwargs)
         dtype = self.dtype
-        if dtype in HALVES and func.__name__ in _FOR_NUMPY:
+        if dtype in HALVES and name in _FOR_NUMPY:
             return func(*args, **kwargs)
-        if func.__name__ in _NO_HALF or (
-            func.__name__ in _FLOAT_ON_CPU and _on_cpu((args, kwargs))
-        ):
+        if name in _NO_HALF or (name in _FLOAT_ON_CPU and _on_cpu((args, kwargs))):
             dtype = torch.float32
-        if func.__name__ in _FIRST_ARGUMENT:
+        if name in _FIRST_ARGUMENT:
             return _normalize(func, dtype, args, dict(kwargs))
         # argument by argument: to look into the tuple and the dict takes twenty calls of Python
-        kwargs = {name: to_dtype(value, dtype) for name, value in kwargs.items()}
+        kwargs = {key: to_dtype(value, dtype) for key, value in kwargs.items()}
         args = tuple([to_dtype(value, dtype) for value in args])
         if dtype in HALVES:
-            args, kwargs = in_half(func.__name__, args, kwargs, dtype)
+            args, kwargs = in_half(name, args, kwargs, dtype)
         return func(*args, **kwargs)
 
 
@@ -193,6 +192,16 @@ def _begin_region(half: bool) -> None:
         region = Region(half_dtype if half else torch.float32)
         mode.switch_off(region)
         region.__enter__()
+
+
+def _name(function: Any) -> str:
+    """Return a function's name where torch.compile traces.
+
+    Torch 2.15 takes that of a function in Python from its code, whatever `functools.wraps` said.
+    """
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    return str(getattr(function, "calls", None) or function.__name__)
 
 
 def _is_users(function: Any) -> bool:
