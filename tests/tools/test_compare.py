@@ -364,6 +364,21 @@ def test_a_checkpoint_counts_nothing_that_the_watch_saves() -> None:
     torch.testing.assert_close(inputs.grad, expected)
 
 
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_the_second_run_of_a_checkpoint_is_no_further_call(
+    amp, tmp_path: Path, use_reentrant: bool
+) -> None:
+    recorder = Recorder(session, None, [], tmp_path)
+    model = torch.nn.Linear(2, 2)
+    amp.initialize(model, opt_level="O1", verbosity=0)
+    model.register_forward_pre_hook(recorder._enter)
+    model.register_forward_hook(recorder._leave, always_call=True)
+    inputs = torch.ones(1, 2, requires_grad=True)
+    checkpoint(model, inputs, use_reentrant=use_reentrant).sum().backward()
+    assert model.weight.grad is not None
+    assert [line["call"] for line in recorder._calls] == [1]
+
+
 def test_models_are_told_apart_that_end_before_the_script(amp, tmp_path: Path) -> None:
     recorder = Recorder(session, None, [], tmp_path)
     detach = session.observers.attach(recorder)

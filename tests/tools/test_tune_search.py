@@ -95,6 +95,7 @@ def searched(played: Played, levels: Sequence[str] = LEVELS) -> Search:
     return search
 
 
+TIMES_OF_ALL = dict.fromkeys(LEVELS, 1.0)
 TIMES = st.fixed_dictionaries({level: st.floats(0.1, 10) for level in LEVELS})
 CULPRITS = st.dictionaries(
     st.sampled_from(LEVELS[1:]), st.none() | st.frozensets(st.sampled_from(MODULES), max_size=3)
@@ -257,7 +258,25 @@ def test_what_no_module_mends_is_told_with_the_weight_that_is_not_finite(eps) ->
     (line,) = [one for one in said if one.startswith("O3 is out")]
     assert line.endswith("; `a`: its weight holds inf. Give the optimizer eps=1e-4.")
     tried = [one for one in said if one.startswith("no  O3")]
-    assert ("also with every module in fp32" in line) == (len(tried) > 1) == (eps is None)
+    assert ("also with every suspected module" in line) == (len(tried) > 1) == (eps is None)
+
+
+def test_what_is_left_with_all_suspects_in_fp32_is_told() -> None:
+    """The loss is finite then, and more steps or a larger tolerance may do."""
+
+    class NotFinite(Played):
+        def metric(self, setting: Setting) -> Outcome:
+            if setting == Setting("O2"):
+                return Outcome((), failure="the loss is not finite")
+            return super().metric(setting)
+
+    said: list[str] = []
+    Search(NotFinite(TIMES_OF_ALL, {"O2": None}), ["O0", "O2"], 0.01, said.append).run()
+    (line,) = [one for one in said if one.startswith("O2 is out")]
+    assert line == (
+        "O2 is out: the loss is not finite, with every suspected module in fp32 "
+        "2 (100.00% from fp32)"
+    )
 
 
 def test_rules_of_functions_are_kept_where_they_gain() -> None:

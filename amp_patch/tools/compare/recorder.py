@@ -24,6 +24,7 @@ from amp_patch.casting.argument_casts import tensors_in
 from amp_patch.debug.trace import tracer
 from amp_patch.distributed.process_groups import rank
 from amp_patch.optimizers.groups import params_of
+from amp_patch.running_backward import is_in_backward
 from amp_patch.step.loss_scaling import Found, nonfinite
 from amp_patch.step.observers import StepObserver
 from amp_patch.step.skip import Skip
@@ -177,7 +178,9 @@ class Recorder(StepObserver):
         tracer.causes.clear()
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        place = None if tracer.is_looking else self._place_of(module)
+        # A checkpoint's second run, in the backward, is no further call.
+        is_heard = not (tracer.is_looking or is_in_backward())
+        place = self._place_of(module) if is_heard else None
         if place is None:
             return
         number = self._counts.get(place, 0) + 1

@@ -249,8 +249,10 @@ class Search:
 
         mending = smallest_set(suspects, works)
         if mending is None:
+            last = self.rejected[level]
             found = self._mended_by_functions(level, errors)
-            self._reject(level, f"{before}, also with every module in fp32{_stored(errors)}")
+            also = f"also {_MENDED}" if last == before else f"{_MENDED} {last}"
+            self._reject(level, f"{before}, {also}{_stored(errors)}")
             return found
         found = self._timed(kept[tuple(sorted(mending))])
         return None if found is None else _explained(found, errors, before)
@@ -337,6 +339,10 @@ def _explained(found: Found, errors: Comparison, before: str) -> Found:
     first = found.setting.floats[0]
     reasons[first].append(f"Without {_these(found.setting.floats)}: {before}.")
     return replace(found, reasons=reasons, functions=_elements(errors))
+
+
+#: Modules without an error are not tried.
+_MENDED = "with every suspected module in fp32"
 
 
 def suspicious(errors: Comparison) -> list[str]:
