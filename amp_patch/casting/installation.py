@@ -56,15 +56,25 @@ def install(
         installation.replace(found, rule, alone=torchs)
     # First the user's: of a function found in several places (`torch.conv2d` and
     # `torch.nn.functional.conv2d`) a global that is bound to it follows the user's rule.
+    ruled: dict[int, str] = {}
     for path, rule in {**rules, **targets.rule_targets(), **rules}.items():
         found = resolve(path)
         asked = registered_rules.get(id(found[2]))
+        if path in rules:
+            ruled[id(found[2])] = rule
+        elif path.startswith(_NAMED_BY_TORCH):
+            asked = asked or ruled.get(id(found[2]))
         alone = asked is not None or path in rules
         installation.replace(found, asked or rule, path, alone)
     for path, make in others.items():
         installation.replace_by(make, path)
     bindings = installation.bindings()
     return bindings, patches.replace_bindings(bindings, users_only=only_torchs)
+
+
+#: What torch tells a class with a `__torch_function__` that was called; `CausalBias` compares it
+#: with what `torch.nn.functional` has.
+_NAMED_BY_TORCH = "torch._C._nn."
 
 
 def replace_by(

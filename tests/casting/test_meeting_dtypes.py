@@ -180,17 +180,23 @@ def test_attention_takes_its_mask_in_float32(amp: ModuleType, level: str) -> Non
             assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("level", ["O1", *HALF])
+@pytest.mark.parametrize(
+    ("level", "rule"),
+    [*((level, None) for level in ("O1", *HALF)), ("O1", "float"), ("O1", "off"), ("O4", "off")],
+)
 def test_a_mask_that_is_a_class_of_torchs_is_asked_for_its_attention(
-    amp: ModuleType, level: str
+    amp: ModuleType, level: str, rule: str | None
 ) -> None:
     """Such a mask has no numbers, and compares the function that torch names with that of ``F``."""
-    model, half = prepare(amp, level), HALF.get(level, torch.float16)
+    rules = {} if rule is None else {"torch.nn.functional.scaled_dot_product_attention": rule}
+    model = amp.initialize(Calling(), opt_level=level, rules=rules, verbosity=0)
+    half = HALF.get(level, torch.float16)
     q, k, v = (torch.randn(1, 2, 9, 8, dtype=half) for _ in range(3))
-    want = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    wide = (q.float(), k.float(), v.float()) if rule == "float" else (q, k, v)
+    want = F.scaled_dot_product_attention(*wide, is_causal=True)
     mask = causal_lower_right(9, 9)
     (got,) = in_model(model, lambda: (F.scaled_dot_product_attention(q, k, v, attn_mask=mask),))
-    assert torch.equal(got, want)
+    assert torch.equal(got, want.to(got))
 
 
 def test_what_is_written_to_out_is_left_to_torch(
