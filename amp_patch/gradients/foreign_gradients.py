@@ -88,10 +88,6 @@ class ForeignGradients:
             ]
             self._scale = scale.clone() if isinstance(scale, Tensor) else scale
 
-    def params(self) -> list[Tensor]:
-        """Return the parameters that may have one."""
-        return [param for param, _ in self.found]
-
     def scale_of(self, param: Tensor) -> float | Tensor | None:
         """Return what such a gradient of a parameter is multiplied by; None where it has none.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import operator
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from itertools import chain, compress
 from typing import Any
 
@@ -40,7 +40,7 @@ from .gradient_buffers import GradientBuffers
 from .outside_passes import OutsidePasses
 from .param_pairs import ParamPairs
 from .parted_gradients import PartedGradients
-from .received_gradients import ReceivedGradients
+from .received_gradients import Changes, ReceivedGradients
 from .rounded_gradients import round_into_halves
 from .scaled_gradients import ScaledGradients, bring_to
 from .stepped_gradients import SteppedGradients
@@ -65,6 +65,8 @@ class Gradients:
         scaled: those that are still multiplied by a loss scale.
         stepped: those that a step has used, and left for the next backward outside to add to.
         parted: lets go of parameters that leave the optimizer.
+        had_another_block: whether a block of another optimizer has come since the last step, which
+            may have written scaled gradients here.
         elsewhere: half parameters of which other ranks step the masters (ZeRO). Their gradients are
             cleared before the next pass, which would share them among the ranks once more. Where
             the others' wait scaled, theirs do, too.
@@ -89,6 +91,8 @@ class Gradients:
         self.unused = UnusedWrites(self._received, lazy)
         self.outside = OutsidePasses(self._received, self._used, self._own, self.unused)
         self.parted = PartedGradients(lazy, self.scaled, self._aside, self._received, self._used)
+        self.had_another_block = False
+        self._read: list[tuple[int, int, int]] = []  # of masters, when a script read them last
         self.elsewhere: list[Tensor] = []
 
     @property
@@ -167,6 +171,7 @@ class Gradients:
 
     def forget(self) -> None:
         """The gradients were cleared or stepped: none is scaled or set aside any more."""
+        self.had_another_block = False
         if self.scaled.scale is not None:
             self.scaled.forget()
         if self._received or self._aside:  # to save time: `zero_grad` finds neither after a step
@@ -333,6 +338,7 @@ class Gradients:
         Returns:
             The pass, which `round_into_halves` and `finish` are to end.
         """
+        self._read = []
         grads: list[Any] = look_up(GRAD, pairs.model)
         if not are_complete(grads):
             pairs = pairs.select([grad is not None for grad in grads])
@@ -363,6 +369,7 @@ class Gradients:
         Returns:
             What the check found, and the parameters that got a gradient, in the same order.
         """
+        self._read = []
         check = self._usual.take(self._buffers, pairs, scale)
         if check is None:
             taken = self.receive(pairs, scale)
@@ -459,7 +466,6 @@ class Gradients:
         pairs: ParamPairs,
         by_value: bool = False,
         among: set[int] | None = None,
-        scaled: Collection[Tensor] = (),
     ) -> None:
         """Where the user cleared a half gradient, drop what its master was given of it, too.
 
@@ -470,7 +476,6 @@ class Gradients:
             by_value: see `ReceivedGradients.changes`.
             among: ids of the parameters that are looked at, which a call clears now, with what a
                 script has given their masters; None: all.
-            scaled: parameters whose gradients may be multiplied by a loss scale.
         """
         if self.are_delayed(pairs):
             return
@@ -480,7 +485,7 @@ class Gradients:
         changes = self._received.changes(own, by_value)
         (params, masters), given = changes.cleared, ParamPairs([], [])
         if among is None:
-            given = self._without_scaled(changes.given, scaled)
+            given = self._given(pairs, changes)
             masters = [*self._without_given(masters), *given.master]
         self.unused.tell_of_changes(changes, given.model)
         self._clear_masters(masters)
@@ -491,49 +496,60 @@ class Gradients:
         if given.model:
             self._receive_given(given)
 
-    def take_given(self, pairs: ParamPairs, scaled: Collection[Tensor]) -> None:
+    def take_given(self, pairs: ParamPairs) -> None:
         """Give masters what a script has put in the place of half gradients they have received.
 
-        Before it writes to those of masters, which it has read here.
-
-        Args:
-            pairs: of the optimizer.
-            scaled: see `drop_cleared`.
+        Before it writes to those of masters, which it is about to read.
         """
         if self.scaled.scale is not None or self.outside.was_last:
             return
-        given = self._without_scaled(self._received.changes(pairs).given, scaled)
+        given = self._given(pairs, self._received.changes(pairs))
         if given.model:
             self._clear_masters(given.master)
             self._received.keep(self._received.params(), set(map(id, given.model)))
             self._receive_given(given)
+
+    def note_read(self, pairs: ParamPairs) -> None:
+        """A script reads the masters' gradients, and may write to them."""
+        self._read = _versions(pairs.master)
 
     def _receive_given(self, given: ParamPairs) -> None:
         is_first = not self._received
         self.finish(self.receive(given, None))
         self.outside.was_last = is_first  # what a plain backward adds to is no block's
 
-    def _without_scaled(self, given: ParamPairs, scaled: Collection[Tensor]) -> ParamPairs:
-        """Return of parameters with given gradients those of which masters are to get them.
+    def _given(self, pairs: ParamPairs, changes: Changes) -> ParamPairs:
+        """Return the parameters of which masters are to get what a script has given them.
 
-        Not where half gradients are multiplied by a scale, as a fused step leaves them, for what a
-        script makes of them is; and not where it has given the master one as well. What has a graph
-        is a backward's sum, of another optimizer's block perhaps.
+        Those of changed gradients, and then also those that no pass has reached. None where what a
+        script makes of a half gradient may be multiplied by a scale, or may not know of what it
+        wrote to the masters'. What has a graph is a backward's sum, of another's block perhaps.
         """
-        if self._lazy is not None:
+        if self._lazy is not None or self.had_another_block or not changes.given.model:
             return ParamPairs([], [])
-        known = set(map(id, scaled))
-        masters = set(map(id, self._without_given(given.master)))
-        rows = zip(*given, look_up(GRAD, given.model), strict=True)
-        return given.select(
-            [
-                id(param) not in known and id(master) in masters and not grad.requires_grad
-                for param, master, grad in rows
-            ]
-        )
+        if self._read and self._read != _versions(pairs.master):
+            return ParamPairs([], [])
+        replaced = set(map(id, changes.given.model))
+        reached = set(map(id, self._received.params()))
+        used = set(map(id, self._used.alive()))
+        free = set(map(id, self._without_given(pairs.master)))
+        rows = []
+        for param, master in pairs.halves():
+            grad = stored_grad(param)
+            is_late = id(param) not in reached and id(grad) not in used and not _has_grad(master)
+            is_given = id(param) in replaced and id(master) in free
+            if grad is not None and not grad.requires_grad and (is_given or is_late):
+                rows.append((param, master))
+        return ParamPairs.of(rows)
 
 
 _IS_THERE = functools.partial(operator.is_not, None)
+
+
+def _versions(params: list[Tensor]) -> list[tuple[int, int, int]]:
+    """Return what tells the gradients of parameters from others, and from written ones."""
+    grads = zip(params, look_up(GRAD, params), strict=True)
+    return [(id(one), id(grad), grad._version) for one, grad in grads if grad is not None]
 
 
 def _has_grad(param: Tensor) -> bool:

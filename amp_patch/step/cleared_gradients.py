@@ -100,8 +100,7 @@ class ClearedGradients:
         gradient, so one that was left at a master would be added to for good.
         """
         self._shown.withdraw()
-        scaled = self._foreign.params()
-        self._gradients.drop_cleared(self._pairs(), by_value=self._skip.is_certain, scaled=scaled)
+        self._gradients.drop_cleared(self._pairs(), by_value=self._skip.is_certain)
 
     def forget(self) -> None:
         """The gradients were stepped or cleared; nothing is known of the next ones."""

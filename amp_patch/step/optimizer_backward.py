@@ -267,21 +267,20 @@ class OptimizerBackward:
             What `note_foreign` needs.
         """
         self.zeroing.note_other()
+        self.gradients.had_another_block |= scale is not None
         is_here = self.current.is_here
         source = None if self._fused is None else self._fused.lazy.source
         if is_here and self._fused is not None and source is not None and source.is_half:
             self._fused.lazy.materialize()  # unscales half gradients, which may be written to
         waiting = self._fused is not None and self._fused.lazy.are_waiting
         # Nothing is watched in a thread that trains other models, nor half gradients that masters
-        # have received already: nobody reads these again, but what takes the place of cleared ones.
+        # have received already: nobody reads these again.
         params, masters = self.pairs() if scale is not None and is_here else ((), ())
         if params is not masters and (waiting or not have_none(masters)):
             params = [
                 param
                 for param, master in zip(params, masters, strict=True)
-                if param is master
-                or not (waiting or stored_grad(master) is not None)
-                or stored_grad(param) is None
+                if param is master or not (waiting or stored_grad(master) is not None)
             ]
         return self._foreign.watch(params)
 

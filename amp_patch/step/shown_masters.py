@@ -170,12 +170,14 @@ class ShownMasters:
             self._offer.withdraw()
             return
         if self._fused is None and self._gradients.may_be_cleared:
-            self._gradients.take_given(self._pairs(), self._foreign.params())
+            self._gradients.take_given(self._pairs())
         self.receive_unscaled()
         if self._fused is not None:
             # A backward adds to what is stored; what waits would come last in the sum.
             self._fused.lazy.materialize()
         if self._masters is not None:
+            if self._fused is None and self._gradients.are_pending:
+                self._gradients.note_read(self._pairs())
             self._gradients.outside.note_shown(self._pairs())
             if (stepped.are_left or stepped.wait_to_be_read) and not self._gradients.are_pending:
                 pairs = self._pairs()

@@ -195,6 +195,8 @@ def test_a_mask_that_is_a_class_of_torchs_is_asked_for_its_attention(
     wide = (q.float(), k.float(), v.float()) if rule == "float" else (q, k, v)
     want = F.scaled_dot_product_attention(*wide, is_causal=True)
     mask = causal_lower_right(9, 9)
+    if torch.__version__ < (2, 7):
+        pytest.skip("such a mask raises where anybody asks for its dtype")
     (got,) = in_model(model, lambda: (F.scaled_dot_product_attention(q, k, v, attn_mask=mask),))
     assert torch.equal(got, want.to(got))
 

@@ -194,23 +194,65 @@ def test_what_a_master_has_received_counts_though_another_loss_came_after(
     torch.testing.assert_close(values(second), [p.detach() for p in expected])
 
 
+def clear(params: list[nn.Parameter]) -> None:
+    for param in params:
+        param.grad = None
+
+
+def replace(params: list[nn.Parameter]) -> None:
+    for param in params:
+        assert param.grad is not None
+        param.grad = param.grad * 1.5
+
+
+@pytest.mark.filterwarnings("ignore:at a level with a loss scale")
+@pytest.mark.parametrize("has_plain_backward", [False, True])
+@pytest.mark.parametrize(
+    ("before", "after"), [(clear, None), (replace, None), (None, replace)], ids=str
+)
+def test_scaled_ones_in_the_place_of_what_a_master_has_received_are_not_stepped(
+    amp: ModuleType,
+    before: Callable[[list[nn.Parameter]], None] | None,
+    after: Callable[[list[nn.Parameter]], None] | None,
+    has_plain_backward: bool,
+) -> None:
+    model, first, second = prepared(amp, "O2")
+    with amp.scale_loss(loss_of(model), second) as scaled_loss:
+        scaled_loss.backward()
+    masters = [param for group in second.param_groups for param in group["params"]]
+    expected = [p.detach() - 0.5 * p.grad for p in masters]
+    first.zero_grad()
+    if before is not None:
+        before(list(model.second.parameters()))
+    with amp.scale_loss(3 * loss_of(model), first) as scaled_loss:
+        scaled_loss.backward()
+    if after is not None:
+        after(list(model.second.parameters()))
+    first.step()
+
+    def go_on() -> None:
+        if has_plain_backward:
+            first.zero_grad()
+            model.first(X.half()).float().sum().backward()
+        second.step()
+
+    with pytest.warns(UserWarning, match="has no effect"):
+        go_on()
+    torch.testing.assert_close(values(second), expected)
+
+
 @pytest.mark.filterwarnings("ignore:gradients that are to be differentiated again")
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
-@pytest.mark.parametrize("keeps_graph", [False, True])
 @pytest.mark.parametrize("level", ["O2", "O5"])
-def test_scaled_ones_in_the_place_of_what_a_master_has_received_are_not_stepped(
-    amp: ModuleType, level: str, keeps_graph: bool
+def test_a_sum_with_a_graph_that_anothers_block_makes_is_not_stepped(
+    amp: ModuleType, level: str
 ) -> None:
-    """By a graph they are in another tensor though nothing was cleared."""
     model, first, second = prepared(amp, level)
     with amp.scale_loss(loss_of(model), second) as scaled_loss:
         scaled_loss.backward()
     expected = [p.detach() - 0.5 * p.grad for p in amp.master_params(second)]
-    if not keeps_graph:
-        for param in model.second.parameters():
-            param.grad = None
     with amp.scale_loss(3 * loss_of(model), first) as scaled_loss:
-        scaled_loss.backward(create_graph=keeps_graph)
+        scaled_loss.backward(create_graph=True)
     with pytest.warns(UserWarning, match="has no effect"):
         second.step()
     torch.testing.assert_close(values(second), expected)

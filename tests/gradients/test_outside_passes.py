@@ -252,12 +252,6 @@ def replace_before_masters_are_written(params, masters, clip):
             master.grad *= 3
 
 
-def write_to_masters_before_one_is_replaced(params, masters, clip):
-    for master in masters():
-        master.grad *= 3
-    params[2].grad = torch.ones_like(params[2])
-
-
 def replace_all_twice(params, masters, clip):
     for factor in (0.5, 3):
         for param in params:
@@ -270,7 +264,6 @@ def replace_all_twice(params, masters, clip):
     [
         replace_and_clip,
         replace_before_masters_are_written,
-        write_to_masters_before_one_is_replaced,
         replace_all_twice,
     ],
 )
@@ -299,6 +292,84 @@ def test_gradients_of_a_block_of_which_some_are_replaced_are_those_of_float32(
     torch.testing.assert_close(stepped, values(plain.parameters()), rtol=2e-2, atol=5e-3)
 
 
+@pytest.mark.parametrize("opt_level", WITH_MASTERS)
+def test_gradients_that_are_restored_count_where_the_last_block_came_to_no_such_parameter(
+    amp, opt_level
+):
+    model, optimizer = start(amp, opt_level, loss_scale=128.0)
+    plain, twins = float32_twin(amp, model, optimizer)
+    for one, stepper, scaled in ((model, optimizer, amp.scale_loss), (plain, twins, None)):
+        backward_of("block", one, stepper, None, scaled)
+        saved = [param.grad for param in one.parameters()]
+        stepper.zero_grad()
+        one[0].requires_grad_(False)
+        backward_of("block", one, stepper, None, scaled)
+        one[0].requires_grad_(True)
+        assert one[0].weight.grad is None
+        for param, grad in zip(one.parameters(), saved, strict=True):
+            param.grad = grad * 3
+        stepper.step()
+    stepped = values(amp.master_params(optimizer))
+    torch.testing.assert_close(stepped, values(plain.parameters()), rtol=2e-2, atol=5e-3)
+
+
+@pytest.mark.parametrize("opt_level", WITH_MASTERS)
+def test_what_is_written_to_masters_is_not_lost_by_a_copy_of_half_gradients(amp, opt_level):
+    """Also of large ones, which nobody keeps to compare the copy with."""
+    model = nn.Linear(300, 300)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    amp.initialize(model, optimizer, opt_level=opt_level, loss_scale=128.0, verbosity=0)
+    with amp.scale_loss(model(torch.ones(1, 300)).float().sum(), optimizer) as scaled:
+        scaled.backward()
+    masters = list(amp.master_params(optimizer))
+    before = values(masters)
+    for master in masters:
+        master.grad *= 3
+    for param in model.parameters():
+        param.grad = param.grad.nan_to_num()
+    with pytest.warns(UserWarning, match="has no effect"):
+        optimizer.step()
+    moved = [old - new.detach() for old, new in zip(before, masters, strict=True)]
+    torch.testing.assert_close(moved, [torch.full_like(one, 3.0) for one in moved])
+
+
+@pytest.mark.parametrize("came", ["a write to masters", "another's block"])
+@pytest.mark.parametrize("opt_level", WITH_MASTERS)
+def test_what_came_before_the_last_block_or_step_keeps_no_gradient_from_being_replaced(
+    amp, opt_level, came
+):
+    model, optimizer = start(amp, opt_level, loss_scale=128.0)
+    other = nn.Linear(3, 2)
+    others = torch.optim.SGD(other.parameters(), lr=0.1)
+    other, others = amp.initialize(other, others, opt_level=opt_level, verbosity=0)
+    backward_of("block", model, optimizer, None, amp.scale_loss)
+    if came == "a write to masters":
+        for master in amp.master_params(optimizer):
+            master.grad *= 2
+    else:
+        backward_of("block", other, others, None, amp.scale_loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    backward_of("block", model, optimizer, None, amp.scale_loss)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    masters = list(amp.master_params(optimizer))
+    assert all(torch.equal(master.grad, torch.ones_like(master)) for master in masters)
+
+
+@pytest.mark.parametrize("opt_level", WITH_MASTERS)
+def test_a_gradient_with_a_graph_takes_the_place_of_none(amp, opt_level):
+    model, optimizer = start(amp, opt_level, loss_scale=128.0)
+    backward_of("block", model, optimizer, None, amp.scale_loss)
+    expected = [master.grad.clone() for master in amp.master_params(optimizer)]
+    for param in model.parameters():
+        param.grad = (param.grad * 2).requires_grad_()
+    found = [master.grad for master in amp.master_params(optimizer)]
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    with pytest.warns(UserWarning, match="has no effect"):
+        optimizer.step()
+
+
 @pytest.mark.parametrize("read", [False, True])
 @pytest.mark.parametrize("opt_level", WITH_MASTERS)
 def test_a_plain_backward_adds_to_gradients_that_were_all_replaced(amp, opt_level, read):
@@ -321,8 +392,8 @@ def test_what_a_script_gives_a_master_is_stepped_whatever_it_gives_its_half_para
     amp, opt_level
 ):
     model, optimizer = start(amp, opt_level, loss_scale=128.0)
-    backward_of("block", model, optimizer, None, amp.scale_loss)
     master = next(amp.master_params(optimizer))
+    backward_of("block", model, optimizer, None, amp.scale_loss)
     before = master.detach().clone()
     master.grad = torch.ones_like(master)
     model[0].weight.grad = torch.zeros_like(model[0].weight) + 7
