@@ -208,7 +208,9 @@ def replace(params: list[nn.Parameter]) -> None:
 @pytest.mark.filterwarnings("ignore:at a level with a loss scale")
 @pytest.mark.parametrize("has_plain_backward", [False, True])
 @pytest.mark.parametrize(
-    ("before", "after"), [(clear, None), (replace, None), (None, replace)], ids=str
+    ("before", "after"),
+    [(clear, None), (replace, None), (None, replace)],
+    ids=["cleared before", "replaced before", "replaced after"],
 )
 def test_scaled_ones_in_the_place_of_what_a_master_has_received_are_not_stepped(
     amp: ModuleType,
