@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+#: Of numbers in 8 bits torch finds no extremes.
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 #: Of fewer numbers each call takes longer than what it does.
 _FEW = 1 << 14
 #: So many numbers are looked at together, in the memory of the ones before.
@@ -20,7 +22,7 @@ _STRIP_OF_A_DEVICE = 1 << 24
 
 def is_large(numbers: Tensor) -> bool:
     """Return whether it matters how a tensor is asked: a large one of real numbers, on a CPU."""
-    is_plain = numbers.is_floating_point() and numbers.layout is torch.strided
+    is_plain = numbers.dtype in _DTYPES and numbers.layout is torch.strided
     return numbers.is_cpu and is_plain and numbers.numel() > _FEW
 
 

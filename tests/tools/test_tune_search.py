@@ -274,7 +274,7 @@ def test_what_is_left_with_all_suspects_in_fp32_is_told() -> None:
     Search(NotFinite(TIMES_OF_ALL, {"O2": None}), ["O0", "O2"], 0.01, said.append).run()
     (line,) = [one for one in said if one.startswith("O2 is out")]
     assert line == (
-        "O2 is out: the loss is not finite, with every suspected module in fp32 "
+        "O2 is out: the loss is not finite, with every suspected module in fp32: "
         "2 (100.00% from fp32)"
     )
 

@@ -251,7 +251,7 @@ class Search:
         if mending is None:
             last = self.rejected[level]
             found = self._mended_by_functions(level, errors)
-            also = f"also {_MENDED}" if last == before else f"{_MENDED} {last}"
+            also = f"also {_MENDED}" if last == before else f"{_MENDED}: {last}"
             self._reject(level, f"{before}, {also}{_stored(errors)}")
             return found
         found = self._timed(kept[tuple(sorted(mending))])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from amp_patch import kernels
-from amp_patch.kernels.looks import are_nonfinite
+from amp_patch.kernels.looks import is_large, largest
 from amp_patch.scaling.loss_scaler import LossScaler as CoreScaler
 from amp_patch.scaling.scale_rule import ScaleRule
 from amp_patch.session import session
@@ -30,7 +30,7 @@ def scale_check_overflow_python(
     """
     if not isinstance(master_grad, Tensor):
         master_grad, scale, check_overflow = scale, master_grad, True
-    if check_overflow and are_nonfinite(model_grad).any():
+    if check_overflow and not _are_finite(model_grad):
         return True
     if master_grad is not model_grad:
         master_grad.copy_(model_grad)
@@ -50,11 +50,15 @@ def axpby_check_overflow_python(
 
     Shapes, check and result are those of `scale_check_overflow_python`.
     """
-    if check_overflow and are_nonfinite(model_grad).any():
+    if check_overflow and not _are_finite(model_grad):
         return True
     with torch.no_grad():
         master_grad.copy_(a * model_grad.to(master_grad.dtype) + b * stashed_grad)
     return False
+
+
+def _are_finite(grad: Tensor) -> bool:
+    return bool((largest(grad) if is_large(grad) else grad).isfinite().all())
 
 
 def _field_of_rule(name: str) -> Any:
