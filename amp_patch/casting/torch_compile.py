@@ -251,6 +251,18 @@ def _call_method(original: Callable[..., Any]) -> Callable[..., Any]:
     return call_method
 
 
+def _set_items(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Trace ``x[mask] = y`` as a call of the patched method, which torch 2.14 and later do not."""
+
+    @functools.wraps(original)
+    def set_items(self: Any, tx: Any, key: Any, value: Any) -> Any:
+        if value is None or not hasattr(torch.Tensor.__setitem__, "traced"):
+            return original(self, tx, key, value)
+        return self.call_method(tx, "__setitem__", [key, value], {})
+
+    return set_items
+
+
 def _as_modes_see_it(tx: Any, name: str, args: list[Any], kwargs: Any) -> Any:
     """Trace a call of torch's own method by way of the mode around, as a region is one.
 
@@ -436,6 +448,7 @@ _REPLACEMENTS: dict[str, Callable[[Any], Any]] = {
     "torch._dynamo.utils.run_node": _without_casts,
     "torch._dynamo.variables.builtin.BuiltinVariable._handle_insert_op_in_graph": _handle_operator,
     "torch._dynamo.variables.tensor.TensorVariable.call_method": _call_method,
+    "torch._dynamo.variables.tensor.TensorVariable.mp_ass_subscript_impl": _set_items,
     "torch._dynamo.variables.user_defined.UserDefinedClassVariable._call_cross_entropy_loss": (
         _call_cross_entropy_loss
     ),
