@@ -521,9 +521,9 @@ class Gradients:
     def _given(self, pairs: ParamPairs, changes: Changes) -> ParamPairs:
         """Return the parameters of which masters are to get what a script has given them.
 
-        Those of changed gradients, and then also those that no pass has reached. None where what a
-        script makes of a half gradient may be multiplied by a scale, or may not know of what it
-        wrote to the masters'. What has a graph is a backward's sum, of another's block perhaps.
+        Those of replaced gradients, and then also those that no pass has reached. None where half
+        gradients may be multiplied by a scale, or where the script has written to the masters' that
+        it has read. What has a graph is the sum of a backward, of another's block perhaps.
         """
         if self._lazy is not None or self.had_another_block or not changes.given.model:
             return ParamPairs([], [])

@@ -41,8 +41,9 @@ class UnusedWrites:
         """
         for grad in changes.written:
             self._tell_of(grad, is_another=False)
+        known = set(map(id, taken))
         for param in changes.given.model:
-            if not any(param is one for one in taken):
+            if id(param) not in known:
                 self._tell_of(param.grad, is_another=True)
 
     def _tell_of(self, grad: Any, is_another: bool) -> None:
