@@ -36,11 +36,12 @@ from amp_patch.weights.parameter_lists import (
 from .any_pass import AnyPass, TakenPass, Written
 from .any_values import are_any
 from .earlier_gradients import EarlierGradients
+from .given_gradients import GivenGradients
 from .gradient_buffers import GradientBuffers
 from .outside_passes import OutsidePasses
 from .param_pairs import ParamPairs
 from .parted_gradients import PartedGradients
-from .received_gradients import Changes, ReceivedGradients
+from .received_gradients import ReceivedGradients
 from .rounded_gradients import round_into_halves
 from .scaled_gradients import ScaledGradients, bring_to
 from .stepped_gradients import SteppedGradients
@@ -65,8 +66,7 @@ class Gradients:
         scaled: those that are still multiplied by a loss scale.
         stepped: those that a step has used, and left for the next backward outside to add to.
         parted: lets go of parameters that leave the optimizer.
-        had_another_block: whether a block of another optimizer has come since the last step, which
-            may have written scaled gradients here.
+        given: tells what a script has put in the place of gradients that masters have received.
         elsewhere: half parameters of which other ranks step the masters (ZeRO). Their gradients are
             cleared before the next pass, which would share them among the ranks once more. Where
             the others' wait scaled, theirs do, too.
@@ -91,8 +91,7 @@ class Gradients:
         self.unused = UnusedWrites(self._received, lazy)
         self.outside = OutsidePasses(self._received, self._used, self._own, self.unused)
         self.parted = PartedGradients(lazy, self.scaled, self._aside, self._received, self._used)
-        self.had_another_block = False
-        self._read: list[tuple[int, int, int]] = []  # of masters, when a script read them last
+        self.given = GivenGradients(lazy, self._received, self._used)
         self.elsewhere: list[Tensor] = []
 
     @property
@@ -171,7 +170,7 @@ class Gradients:
 
     def forget(self) -> None:
         """The gradients were cleared or stepped: none is scaled or set aside any more."""
-        self.had_another_block = False
+        self.given.had_another_block = False
         if self.scaled.scale is not None:
             self.scaled.forget()
         if self._received or self._aside:  # to save time: `zero_grad` finds neither after a step
@@ -338,7 +337,7 @@ class Gradients:
         Returns:
             The pass, which `round_into_halves` and `finish` are to end.
         """
-        self._read = []
+        self.given.read = []
         grads: list[Any] = look_up(GRAD, pairs.model)
         if not are_complete(grads):
             pairs = pairs.select([grad is not None for grad in grads])
@@ -369,7 +368,7 @@ class Gradients:
         Returns:
             What the check found, and the parameters that got a gradient, in the same order.
         """
-        self._read = []
+        self.given.read = []
         check = self._usual.take(self._buffers, pairs, scale)
         if check is None:
             taken = self.receive(pairs, scale)
@@ -462,10 +461,7 @@ class Gradients:
         self._used.note_versions(compress(left, map(operator.not_, are_any(left))))
 
     def drop_cleared(
-        self,
-        pairs: ParamPairs,
-        by_value: bool = False,
-        among: set[int] | None = None,
+        self, pairs: ParamPairs, by_value: bool = False, among: set[int] | None = None
     ) -> None:
         """Where the user cleared a half gradient, drop what its master was given of it, too.
 
@@ -485,7 +481,7 @@ class Gradients:
         changes = self._received.changes(own, by_value)
         (params, masters), given = changes.cleared, ParamPairs([], [])
         if among is None:
-            given = self._given(pairs, changes)
+            given = self.given.found(pairs, changes, self._without_given(pairs.master))
             masters = [*self._without_given(masters), *given.master]
         self.unused.tell_of_changes(changes, given.model)
         self._clear_masters(masters)
@@ -503,53 +499,20 @@ class Gradients:
         """
         if self.scaled.scale is not None or self.outside.was_last:
             return
-        given = self._given(pairs, self._received.changes(pairs))
+        changes = self._received.changes(pairs)
+        given = self.given.found(pairs, changes, self._without_given(pairs.master))
         if given.model:
             self._clear_masters(given.master)
             self._received.keep(self._received.params(), set(map(id, given.model)))
             self._receive_given(given)
-
-    def note_read(self, pairs: ParamPairs) -> None:
-        """A script reads the masters' gradients, and may write to them."""
-        self._read = _versions(pairs.master)
 
     def _receive_given(self, given: ParamPairs) -> None:
         is_first = not self._received
         self.finish(self.receive(given, None))
         self.outside.was_last = is_first  # what a plain backward adds to is no block's
 
-    def _given(self, pairs: ParamPairs, changes: Changes) -> ParamPairs:
-        """Return the parameters of which masters are to get what a script has given them.
-
-        Those of replaced gradients, and then also those that no pass has reached. None where half
-        gradients may be multiplied by a scale, or where the script has written to the masters' that
-        it has read. What has a graph is the sum of a backward, of another's block perhaps.
-        """
-        if self._lazy is not None or self.had_another_block or not changes.given.model:
-            return ParamPairs([], [])
-        if self._read and self._read != _versions(pairs.master):
-            return ParamPairs([], [])
-        replaced = set(map(id, changes.given.model))
-        reached = set(map(id, self._received.params()))
-        used = set(map(id, self._used.alive()))
-        free = set(map(id, self._without_given(pairs.master)))
-        rows = []
-        for param, master in pairs.halves():
-            grad = stored_grad(param)
-            is_late = id(param) not in reached and id(grad) not in used and not _has_grad(master)
-            is_given = id(param) in replaced and id(master) in free
-            if grad is not None and not grad.requires_grad and (is_given or is_late):
-                rows.append((param, master))
-        return ParamPairs.of(rows)
-
 
 _IS_THERE = functools.partial(operator.is_not, None)
-
-
-def _versions(params: list[Tensor]) -> list[tuple[int, int, int]]:
-    """Return what tells the gradients of parameters from others, and from written ones."""
-    grads = zip(params, look_up(GRAD, params), strict=True)
-    return [(id(one), id(grad), grad._version) for one, grad in grads if grad is not None]
 
 
 def _has_grad(param: Tensor) -> bool:

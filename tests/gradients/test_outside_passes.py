@@ -1,12 +1,22 @@
 """A backward outside of ``scale_loss`` trains as in plain torch, at a scale of 1."""
 
 import copy
-import functools
 import warnings
 import weakref
 
 import pytest
 import torch
+from gradient_programs import (
+    WITH_MASTERS,
+    X,
+    backward,
+    backward_of,
+    float32_twin,
+    start,
+    stepped_by,
+    values,
+    with_penalty,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from support import CountItems
@@ -15,18 +25,9 @@ from torch import nn
 from amp_patch.gradients import gradients
 from amp_patch.session import session
 
-X = torch.linspace(-1, 1, 12).reshape(4, 3)
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 # tests/mistakes/test_optimizers.py is about that warning
 pytestmark = pytest.mark.filterwarnings("ignore:at a level with a loss scale")
-WITH_MASTERS = ("O2", "O5")
-
-
-def start(amp, opt_level, **options):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    return amp.initialize(model, optimizer, opt_level=opt_level, verbosity=0, **options)
 
 
 def gradients_of_a_copy(model):
@@ -35,14 +36,6 @@ def gradients_of_a_copy(model):
     twin.zero_grad()
     twin(X).float().square().mean().backward()
     return [param.grad.float() for param in twin.parameters()]
-
-
-def backward(model):
-    model(X).float().square().mean().backward()
-
-
-def values(tensors):
-    return [tensor.detach().clone() for tensor in tensors]
 
 
 @pytest.mark.parametrize(
@@ -240,168 +233,6 @@ def test_another_gradient_in_the_place_of_one_that_a_master_has_received_is_step
         assert any(one.any() for one in expected)
 
 
-def replace_and_clip(params, masters, clip):
-    params[0].grad = params[0].grad * 2
-    clip()
-
-
-def replace_before_masters_are_written(params, masters, clip):
-    params[0].grad, params[3].grad = torch.ones_like(params[0]), None
-    for master in masters():
-        if master is not params[3] and master.grad is not None:
-            master.grad *= 3
-
-
-def replace_all_twice(params, masters, clip):
-    for factor in (0.5, 3):
-        for param in params:
-            param.grad = param.grad * factor
-        list(masters())
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        replace_and_clip,
-        replace_before_masters_are_written,
-        replace_all_twice,
-    ],
-)
-@pytest.mark.parametrize("goes_on", [False, True])
-@pytest.mark.parametrize("opt_level", WITH_MASTERS)
-def test_gradients_of_a_block_of_which_some_are_replaced_are_those_of_float32(
-    amp, opt_level, goes_on, change
-):
-    """As adversarial training does (PGD), which restores the gradients of the first loss."""
-    model, optimizer = start(amp, opt_level, loss_scale=128.0)
-    plain, twins = float32_twin(amp, model, optimizer)
-    runs = (
-        (model, optimizer, amp.scale_loss, lambda: amp.master_params(optimizer)),
-        (plain, twins, None, plain.parameters),
-    )
-    for _ in range(2):
-        for one, stepper, scaled, masters in runs:
-            backward_of("block", one, stepper, None, scaled)
-            clip = functools.partial(nn.utils.clip_grad_norm_, list(masters()), 0.05)
-            change(list(one.parameters()), masters, clip)
-            if goes_on:
-                backward_of("block", one, stepper, None, scaled)
-            stepper.step()
-            stepper.zero_grad()
-    stepped = values(amp.master_params(optimizer))
-    torch.testing.assert_close(stepped, values(plain.parameters()), rtol=2e-2, atol=5e-3)
-
-
-@pytest.mark.parametrize("opt_level", WITH_MASTERS)
-def test_gradients_that_are_restored_count_where_the_last_block_came_to_no_such_parameter(
-    amp, opt_level
-):
-    model, optimizer = start(amp, opt_level, loss_scale=128.0)
-    plain, twins = float32_twin(amp, model, optimizer)
-    for one, stepper, scaled in ((model, optimizer, amp.scale_loss), (plain, twins, None)):
-        backward_of("block", one, stepper, None, scaled)
-        saved = [param.grad for param in one.parameters()]
-        stepper.zero_grad()
-        one[0].requires_grad_(False)
-        backward_of("block", one, stepper, None, scaled)
-        one[0].requires_grad_(True)
-        assert one[0].weight.grad is None
-        for param, grad in zip(one.parameters(), saved, strict=True):
-            param.grad = grad * 3
-        stepper.step()
-    stepped = values(amp.master_params(optimizer))
-    torch.testing.assert_close(stepped, values(plain.parameters()), rtol=2e-2, atol=5e-3)
-
-
-@pytest.mark.parametrize("opt_level", WITH_MASTERS)
-def test_what_is_written_to_masters_is_not_lost_by_a_copy_of_half_gradients(amp, opt_level):
-    """Also of large ones, which nobody keeps to compare the copy with."""
-    model = nn.Linear(300, 300)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    amp.initialize(model, optimizer, opt_level=opt_level, loss_scale=128.0, verbosity=0)
-    with amp.scale_loss(model(torch.ones(1, 300)).float().sum(), optimizer) as scaled:
-        scaled.backward()
-    masters = list(amp.master_params(optimizer))
-    before = values(masters)
-    for master in masters:
-        master.grad *= 3
-    for param in model.parameters():
-        param.grad = param.grad.nan_to_num()
-    with pytest.warns(UserWarning, match="has no effect"):
-        optimizer.step()
-    moved = [old - new.detach() for old, new in zip(before, masters, strict=True)]
-    torch.testing.assert_close(moved, [torch.full_like(one, 3.0) for one in moved])
-
-
-@pytest.mark.parametrize("came", ["a write to masters", "another's block"])
-@pytest.mark.parametrize("opt_level", WITH_MASTERS)
-def test_what_came_before_the_last_block_or_step_keeps_no_gradient_from_being_replaced(
-    amp, opt_level, came
-):
-    model, optimizer = start(amp, opt_level, loss_scale=128.0)
-    other = nn.Linear(3, 2)
-    others = torch.optim.SGD(other.parameters(), lr=0.1)
-    other, others = amp.initialize(other, others, opt_level=opt_level, verbosity=0)
-    backward_of("block", model, optimizer, None, amp.scale_loss)
-    if came == "a write to masters":
-        for master in amp.master_params(optimizer):
-            master.grad *= 2
-    else:
-        backward_of("block", other, others, None, amp.scale_loss)
-        optimizer.step()
-        optimizer.zero_grad()
-    backward_of("block", model, optimizer, None, amp.scale_loss)
-    for param in model.parameters():
-        param.grad = torch.ones_like(param)
-    masters = list(amp.master_params(optimizer))
-    assert all(torch.equal(master.grad, torch.ones_like(master)) for master in masters)
-
-
-@pytest.mark.parametrize("opt_level", WITH_MASTERS)
-def test_a_gradient_with_a_graph_takes_the_place_of_none(amp, opt_level):
-    model, optimizer = start(amp, opt_level, loss_scale=128.0)
-    backward_of("block", model, optimizer, None, amp.scale_loss)
-    expected = [master.grad.clone() for master in amp.master_params(optimizer)]
-    for param in model.parameters():
-        param.grad = (param.grad * 2).requires_grad_()
-    found = [master.grad for master in amp.master_params(optimizer)]
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
-    with pytest.warns(UserWarning, match="has no effect"):
-        optimizer.step()
-
-
-@pytest.mark.parametrize("read", [False, True])
-@pytest.mark.parametrize("opt_level", WITH_MASTERS)
-def test_a_plain_backward_adds_to_gradients_that_were_all_replaced(amp, opt_level, read):
-    model, optimizer = start(amp, opt_level, loss_scale=128.0)
-    plain, twins = float32_twin(amp, model, optimizer)
-    for one, stepper, scaled in ((model, optimizer, amp.scale_loss), (plain, twins, None)):
-        backward_of("block", one, stepper, None, scaled)
-        for param in one.parameters():
-            param.grad = param.grad * -2
-        if read:
-            list(amp.master_params(optimizer))
-        backward(one)
-        stepper.step()
-    stepped = values(amp.master_params(optimizer))
-    torch.testing.assert_close(stepped, values(plain.parameters()), rtol=2e-2, atol=5e-3)
-
-
-@pytest.mark.parametrize("opt_level", WITH_MASTERS)
-def test_what_a_script_gives_a_master_is_stepped_whatever_it_gives_its_half_parameter(
-    amp, opt_level
-):
-    model, optimizer = start(amp, opt_level, loss_scale=128.0)
-    master = next(amp.master_params(optimizer))
-    backward_of("block", model, optimizer, None, amp.scale_loss)
-    before = master.detach().clone()
-    master.grad = torch.ones_like(master)
-    model[0].weight.grad = torch.zeros_like(model[0].weight) + 7
-    with pytest.warns(UserWarning, match="has no effect"):
-        optimizer.step()
-    torch.testing.assert_close(before - master, torch.full_like(master, 0.5))
-
-
 @pytest.mark.filterwarnings("ignore:at a level with fp32 masters")
 @pytest.mark.parametrize("opt_level", WITH_MASTERS)
 def test_a_part_that_was_cleared_makes_the_rest_no_new_gradients(amp, opt_level):
@@ -458,35 +289,6 @@ def test_a_backward_adds_to_the_zeros_that_the_optimizer_has_set(amp, opt_level)
     torch.testing.assert_close(
         values(amp.master_params(optimizer)), expected, rtol=0.02, atol=0.002, check_dtype=False
     )
-
-
-def with_penalty(loss, weights):
-    return loss + 0.1 * sum(weight.float().square().sum() for weight in weights)
-
-
-def stepped_by(optimizer):
-    return [param for group in optimizer.param_groups for param in group["params"]]
-
-
-def backward_of(kind, model, optimizer, masters, scaled=None):
-    """Call a backward of a loss of data, of the stepped weights, or of both."""
-    loss = model(X).float().square().mean() if kind != "penalty" else 0.0
-    if kind not in ("data", "block"):
-        weights = stepped_by(optimizer) if kind == "of groups" else masters(optimizer)
-        loss = with_penalty(loss, weights)
-    if scaled is None or not kind.startswith("block"):
-        loss.backward()
-    else:
-        with scaled(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-
-
-def float32_twin(amp, model, optimizer):
-    """Return a float32 copy of the model as its masters are, and what steps it."""
-    plain = copy.deepcopy(model).float()
-    for mine, twin in zip(amp.master_params(optimizer), plain.parameters(), strict=True):
-        twin.data.copy_(mine.data)
-    return plain, torch.optim.SGD(plain.parameters(), lr=0.5)
 
 
 READS = {
