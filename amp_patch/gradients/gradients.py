@@ -36,12 +36,12 @@ from amp_patch.weights.parameter_lists import (
 from .any_pass import AnyPass, TakenPass, Written
 from .any_values import are_any
 from .earlier_gradients import EarlierGradients
-from .given_gradients import GivenGradients
 from .gradient_buffers import GradientBuffers
 from .outside_passes import OutsidePasses
 from .param_pairs import ParamPairs
 from .parted_gradients import PartedGradients
 from .received_gradients import ReceivedGradients
+from .replaced_gradients import ReplacedGradients
 from .rounded_gradients import round_into_halves
 from .scaled_gradients import ScaledGradients, bring_to
 from .stepped_gradients import SteppedGradients
@@ -66,7 +66,7 @@ class Gradients:
         scaled: those that are still multiplied by a loss scale.
         stepped: those that a step has used, and left for the next backward outside to add to.
         parted: lets go of parameters that leave the optimizer.
-        given: tells what a script has put in the place of gradients that masters have received.
+        replaced: tells what a script has put in the place of gradients that masters have received.
         elsewhere: half parameters of which other ranks step the masters (ZeRO). Their gradients are
             cleared before the next pass, which would share them among the ranks once more. Where
             the others' wait scaled, theirs do, too.
@@ -91,7 +91,7 @@ class Gradients:
         self.unused = UnusedWrites(self._received, lazy)
         self.outside = OutsidePasses(self._received, self._used, self._own, self.unused)
         self.parted = PartedGradients(lazy, self.scaled, self._aside, self._received, self._used)
-        self.given = GivenGradients(lazy, self._received, self._used)
+        self.replaced = ReplacedGradients(lazy, self._received, self._used)
         self.elsewhere: list[Tensor] = []
 
     @property
@@ -170,7 +170,7 @@ class Gradients:
 
     def forget(self) -> None:
         """The gradients were cleared or stepped: none is scaled or set aside any more."""
-        self.given.had_another_block = False
+        self.replaced.had_another_block = False
         if self.scaled.scale is not None:
             self.scaled.forget()
         if self._received or self._aside:  # to save time: `zero_grad` finds neither after a step
@@ -337,7 +337,7 @@ class Gradients:
         Returns:
             The pass, which `round_into_halves` and `finish` are to end.
         """
-        self.given.read = []
+        self.replaced.read = []
         grads: list[Any] = look_up(GRAD, pairs.model)
         if not are_complete(grads):
             pairs = pairs.select([grad is not None for grad in grads])
@@ -368,7 +368,7 @@ class Gradients:
         Returns:
             What the check found, and the parameters that got a gradient, in the same order.
         """
-        self.given.read = []
+        self.replaced.read = []
         check = self._usual.take(self._buffers, pairs, scale)
         if check is None:
             taken = self.receive(pairs, scale)
@@ -481,7 +481,7 @@ class Gradients:
         changes = self._received.changes(own, by_value)
         (params, masters), given = changes.cleared, ParamPairs([], [])
         if among is None:
-            given = self.given.found(pairs, changes, self._without_given(pairs.master))
+            given = self.replaced.found(pairs, changes, self._without_given(pairs.master))
             masters = [*self._without_given(masters), *given.master]
         self.unused.tell_of_changes(changes, given.model)
         self._clear_masters(masters)
@@ -500,7 +500,7 @@ class Gradients:
         if self.scaled.scale is not None or self.outside.was_last:
             return
         changes = self._received.changes(pairs)
-        given = self.given.found(pairs, changes, self._without_given(pairs.master))
+        given = self.replaced.found(pairs, changes, self._without_given(pairs.master))
         if given.model:
             self._clear_masters(given.master)
             self._received.keep(self._received.params(), set(map(id, given.model)))

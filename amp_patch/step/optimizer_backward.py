@@ -267,7 +267,7 @@ class OptimizerBackward:
             What `note_foreign` needs.
         """
         self.zeroing.note_other()
-        self.gradients.given.had_another_block |= scale is not None
+        self.gradients.replaced.had_another_block |= scale is not None
         is_here = self.current.is_here
         source = None if self._fused is None else self._fused.lazy.source
         if is_here and self._fused is not None and source is not None and source.is_half:

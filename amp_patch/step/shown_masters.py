@@ -177,7 +177,7 @@ class ShownMasters:
             self._fused.lazy.materialize()
         if self._masters is not None:
             if self._fused is None and self._gradients.are_pending:
-                self._gradients.given.note_read(self._pairs().master)
+                self._gradients.replaced.note_read(self._pairs().master)
             self._gradients.outside.note_shown(self._pairs())
             if (stepped.are_left or stepped.wait_to_be_read) and not self._gradients.are_pending:
                 pairs = self._pairs()

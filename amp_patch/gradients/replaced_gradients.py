@@ -19,7 +19,7 @@ from .received_gradients import Changes, ReceivedGradients
 from .used_gradients import UsedGradients
 
 
-class GivenGradients:
+class ReplacedGradients:
     """Finds them, where nothing says that the script means others.
 
     Args:
