@@ -1,4 +1,4 @@
-"""A table of modules tells them apart by identity, and keeps none alive."""
+"""Tables and sets of modules tell them apart by identity, and keep none alive."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import gc
 
 from torch import Tensor, nn
 
-from amp_patch.weak_modules import table_of_modules
+from amp_patch.weak_modules import WeakModules, table_of_modules
 
 
 class Compared(nn.Linear):
@@ -37,3 +37,27 @@ def test_an_entry_goes_with_its_module() -> None:
     del gone
     gc.collect()
     assert list(table) == [kept]
+
+
+def test_a_set_tells_modules_apart_by_identity() -> None:
+    found = WeakModules()
+    one, other = Compared(2, 2), Compared(2, 2)
+    found.add(one)
+    assert one in found
+    assert other not in found
+    assert [module is other for module in found.new([one, other, other])] == [True]
+    found.update([one, other])
+    assert [module is one for module in found] == [True, False]
+    found.discard(one)
+    found.discard(one)
+    assert [module is other for module in found] == [True]
+
+
+def test_a_set_keeps_no_module_alive() -> None:
+    found = WeakModules()
+    kept, gone = nn.Linear(2, 2), nn.Linear(2, 2)
+    found.update([kept, gone])
+    del gone
+    gc.collect()
+    assert len(found) == 1
+    assert list(found) == [kept]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Collection, Iterable
 from itertools import chain
 from typing import Any
@@ -31,8 +30,8 @@ def models_of(
         beside_masters: whether an optimizer that comes with them holds masters of such.
 
     Raises:
-        TypeError: anything else, a model that ``==`` does not find, or one with parameters that
-            hand their gradients on to other tensors.
+        TypeError: anything else, or a model with parameters that hand their gradients on to other
+            tensors.
         RuntimeError: a model that `initialize` has stored in half, or that trains half parameters.
     """
     found = as_list(models)
@@ -44,23 +43,10 @@ def models_of(
                 "amp.initialize(model, optimizer, opt_level=...)."
             )
     for model in found:
-        _refuse_unequal(model)
         _refuse_shells(model)
         if not allow_half:
             _refuse_half(model, stored, beside_masters)
     return found
-
-
-def _refuse_unequal(model: nn.Module) -> None:
-    """Raise for a model that no dictionary finds again, as a tensordict, which compares numbers."""
-    with contextlib.suppress(Exception):
-        if type(model).__eq__ is object.__eq__ or model == model:
-            return
-    raise TypeError(
-        "models must be equal to themselves, for amp.initialize() looks them up by ==; got a "
-        f"{type(model).__name__}, whose == says something else. Make it an attribute of a "
-        "torch.nn.Module of your own, and pass that."
-    )
 
 
 def _refuse_shells(model: nn.Module) -> None:

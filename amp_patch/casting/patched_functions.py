@@ -6,7 +6,6 @@ Knows no optimizer, and of the models only that they may hold functions.
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import nn
 from amp_patch.did_you_mean import did_you_mean, meant
 from amp_patch.levels import OptLevel
 from amp_patch.patching import Patches, resolve
+from amp_patch.weak_modules import WeakModules
 
 from . import (
     autocast_questions,
@@ -70,7 +70,7 @@ class PatchedFunctions:
         self._observer = casts.observer
         self._patches = Patches()
         self._held = HeldFunctions()
-        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._models = WeakModules()
 
     def set_up(
         self,
@@ -96,7 +96,7 @@ class PatchedFunctions:
             return
         process.dtype = level.half_dtype
         rules = {**(self._rules if casting else {}), **rules}
-        new = set(models) - set(self._models)
+        new = self._models.new(models)
         on_error.callback(self._roll_back, new, self._rules, bool(self._patches))
         self._models.update(new)
         if rules == self._rules and self._patches and self._casts.observer is self._observer:
@@ -152,10 +152,11 @@ class PatchedFunctions:
         """Restore every function and forget the rules; what was registered stays registered."""
         self._set_rules({}, False)
 
-    def _roll_back(self, models: set[nn.Module], rules: dict[str, str], patched: bool) -> None:
-        gone = {module for model in models for module in model.modules()}
+    def _roll_back(self, models: list[nn.Module], rules: dict[str, str], patched: bool) -> None:
         self._models.update(self._restore())
-        self._models.difference_update(gone)
+        for model in models:
+            for module in model.modules():
+                self._models.discard(module)
         self._set_rules(rules, patched)
 
     def _set_rules(self, rules: dict[str, str], patched: bool) -> None:

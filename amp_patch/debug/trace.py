@@ -9,8 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -31,6 +30,7 @@ from amp_patch.session import session
 from amp_patch.step.loss_scaling import Found
 from amp_patch.step.observers import StepObserver
 from amp_patch.step.skip import Skip
+from amp_patch.weak_modules import WeakModules, table_of_modules
 
 from .cause import Cause
 from .facts import Mend
@@ -102,10 +102,9 @@ class Tracer(StepObserver):
         self.passes: list[tuple[int, float, LossWatch]] = []
         self._looked_at = 0  # the number of the last pass whose cause was searched
         self._handles: list[Any] = []
-        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._first_largest: weakref.WeakKeyDictionary[nn.Module, float] = (
-            weakref.WeakKeyDictionary()  # the largest weight of each model at its first loss
-        )
+        self._models = WeakModules()
+        # the largest weight of each model at its first loss
+        self._first_largest: MutableMapping[nn.Module, float] = table_of_modules()
 
     @property
     def is_on(self) -> bool:
@@ -135,7 +134,7 @@ class Tracer(StepObserver):
     def prepared(self, models: Sequence[nn.Module]) -> None:
         """See `StepObserver`."""
         session.call_at_deactivate(self.stop)
-        for model in set(models) - set(self._models):
+        for model in self._models.new(models):
             self._models.add(model)
             for module in model.modules():  # a script may call `model.encoder(x)` by itself
                 if isinstance(module, torch.jit.ScriptModule):  # takes no hooks
@@ -155,8 +154,9 @@ class Tracer(StepObserver):
     ) -> None:
         """See `StepObserver`."""
         self.recorded.passes += 1
-        for model in set(self._models) - set(self._first_largest):
-            self._first_largest[model] = _largest_weight(model)
+        for model in self._models:
+            if model not in self._first_largest:
+                self._first_largest[model] = _largest_weight(model)
         watch = LossWatch(loss, float(scale), self.recorded.made)
         self.passes.append((self.recorded.passes, float(scale), watch))
 
@@ -258,7 +258,7 @@ class Tracer(StepObserver):
         models = [model for call in calls if (model := call.model()) is not None]
         was_off, self.recorded.is_off, self.is_looking = self.recorded.is_off, True, True
         try:
-            with leaving_no_trace(list(dict.fromkeys(models))):
+            with leaving_no_trace(WeakModules().new(models)):
                 yield calls
         finally:
             self.recorded.is_off, self.is_looking = was_off, False

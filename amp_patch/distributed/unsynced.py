@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from amp_patch.weak_modules import WeakModules, table_of_modules
+
 from . import flat_parameters, fully_sharded
 
 DDP = "torch.nn.parallel.distributed.DistributedDataParallel"
@@ -40,12 +42,12 @@ class Unsynced:
         self._begun = begun
         self._has_any = self.has_new = False
         # whether a wrapper's next backward is local, or the last was; None before the first forward
-        self._wrapped: MutableMapping[nn.Module, bool | None] = weakref.WeakKeyDictionary()
+        self._wrapped: MutableMapping[nn.Module, bool | None] = table_of_modules()
         # how many backwards had begun at the last forward whose backward shares
-        self._armed: MutableMapping[nn.Module, int] = weakref.WeakKeyDictionary()
-        self._new: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._sharded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._flat: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._armed: MutableMapping[nn.Module, int] = table_of_modules()
+        self._new = WeakModules()
+        self._sharded = WeakModules()
+        self._flat = WeakModules()
 
     def __bool__(self) -> bool:
         return self._has_any

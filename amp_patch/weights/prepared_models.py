@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from dataclasses import replace
@@ -97,24 +98,16 @@ class PreparedModels:
         self._store = store
         self._cache = cache
         self._hooks = hooks
-        self.levels: weakref.WeakKeyDictionary[nn.Module, OptLevel] = weakref.WeakKeyDictionary()
-        self.numbers: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        self.levels: MutableMapping[nn.Module, OptLevel] = table_of_modules()
+        self.numbers: MutableMapping[nn.Module, int] = table_of_modules()
         self._count = 0
-        self._rules: weakref.WeakKeyDictionary[nn.Module, ModelRules] = weakref.WeakKeyDictionary()
-        self._probes: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Tensor]] = (
-            weakref.WeakKeyDictionary()
-        )
-        self._state_hooks: weakref.WeakKeyDictionary[nn.Module, _StateHooks] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._rules: MutableMapping[nn.Module, ModelRules] = table_of_modules()
+        self._probes: MutableMapping[nn.Module, weakref.ref[Tensor]] = table_of_modules()
+        self._state_hooks: MutableMapping[nn.Module, _StateHooks] = table_of_modules()
         # of each model that was stored in half what forgets the uses of its weights with it
-        self._ends: weakref.WeakKeyDictionary[nn.Module, weakref.finalize[..., nn.Module]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._ends: MutableMapping[nn.Module, weakref.finalize[..., nn.Module]] = table_of_modules()
         # of each model that was converted the buffers that came in half, by their paths
-        self._converted: weakref.WeakKeyDictionary[nn.Module, Mapping[str, Tensor]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._converted: MutableMapping[nn.Module, Mapping[str, Tensor]] = table_of_modules()
 
     def rules_of(
         self, models: Sequence[nn.Module], modules: Mapping[str, str], inputs: Mapping[str, str]
@@ -129,9 +122,9 @@ class PreparedModels:
         Raises:
             ValueError: a rule that names no module of them, or no argument of their forward.
         """
-        new = [model for model in models if model not in self.numbers]
-        numbers = {**self.numbers, **{one: self._count + i for i, one in enumerate(new)}}
-        precisions = module_rules.find(models, [numbers[model] for model in models], modules)
+        new = itertools.count(self._count)
+        numbers = [self.numbers[one] if one in self.numbers else next(new) for one in models]
+        precisions = module_rules.find(models, numbers, modules)
         return list(map(ModelRules, precisions, kept_inputs.find(models, inputs)))
 
     def set_up(

@@ -14,7 +14,6 @@ from arguments_support import MEND, frozen, optimizer
 from support import exactly
 from torch import nn
 from torch.nn import functional as F
-from torch.optim import SGD
 
 from amp_patch import arguments
 from amp_patch.levels import OPT_LEVELS
@@ -42,35 +41,6 @@ def test_what_is_no_model_is_refused(models: Any, received: str) -> None:
     rule = "models must be a torch.nn.Module or a list or tuple of them"
     with pytest.raises(TypeError, match=exactly(f"{rule}; got {received}; {MEND}")):
         arguments.models_of(models)
-
-
-class Numbers(nn.Module):
-    """Compares what is in it, as ``TensorDictParams`` of tensordict does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(2))
-
-    def __eq__(self, other: object) -> Any:
-        return self.weight == other.weight if isinstance(other, Numbers) else False
-
-    def __hash__(self) -> int:
-        return id(self)
-
-
-def test_a_model_that_no_dictionary_finds_is_refused_before_anything_is_patched(
-    amp: ModuleType,
-) -> None:
-    linear, model = F.linear, Numbers()
-    rule = (
-        "models must be equal to themselves, for amp.initialize() looks them up by ==; got a "
-        "Numbers, whose == says something else. Make it an attribute of a torch.nn.Module of your "
-        "own, and pass that."
-    )
-    with pytest.raises(TypeError, match=exactly(rule)):
-        amp.initialize(model, SGD(model.parameters(), lr=0.1), opt_level="O1")
-    assert F.linear is linear
-    assert arguments.models_of([nn.Sequential(model)])[0][0] is model
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import gc
 from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import SGD
 
 from amp_patch.casting.mode import ALL_DEVICES, process
 from amp_patch.casting.weight_cache import WeightCache
@@ -190,3 +193,62 @@ def test_a_layer_that_replaced_another_is_saved_and_loaded_in_fp32(
     amp.deactivate()
     assert sum(hooks_of(model[1])) == sum(hooks) - 2
     assert torch.equal(model[1].bias, saved["1.bias"])
+
+
+@dataclasses.dataclass(unsafe_hash=True)
+class Critic(nn.Module):
+    """All critics of one width are equal, as a dataclass compares its fields."""
+
+    width: int
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, self.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.layer(x))
+
+
+class Compared(Critic):
+    """Compares what is in it, as ``TensorDictParams`` of tensordict does."""
+
+    __hash__ = nn.Module.__hash__
+
+    def __eq__(self, other: object) -> Tensor:  # type: ignore[override]  # that is the mistake
+        return self.layer.weight == getattr(other, "layer", other).weight
+
+
+class Incomparable(Critic):
+    def __eq__(self, other: object) -> bool:
+        raise TypeError(f"a critic is compared with {other!r}")
+
+    __hash__ = Critic.__hash__
+
+
+@pytest.mark.parametrize("kind", [Critic, Compared, Incomparable])
+@pytest.mark.parametrize("level", LEVELS)
+def test_twin_models_are_told_apart_by_identity(
+    amp: ModuleType, level: str, kind: type[Critic]
+) -> None:
+    twins = [kind(8), kind(8)]
+    plain = [copy.deepcopy(twin.layer) for twin in twins]
+    params = [param for twin in twins for param in twin.parameters()]
+    models, optimizer = amp.initialize(
+        twins, SGD(params, lr=0.5), opt_level=level, loss_scale=1.0, trace_overflow=True
+    )
+    x = torch.eye(4)
+    with amp.scale_loss(sum(model(x).float().sum() for model in models), optimizer) as loss:
+        loss.backward()
+    optimizer.step()
+    sum(torch.relu(layer(x)).sum() for layer in plain).backward()
+    SGD([param for layer in plain for param in layer.parameters()], lr=0.5).step()
+    for model, layer in zip(models, plain, strict=True):
+        state = model.state_dict()
+        assert state["layer.weight"].dtype == F32
+        torch.testing.assert_close(
+            state["layer.weight"].float(), layer.weight.detach(), rtol=1e-2, atol=1e-2
+        )
+        model.load_state_dict(state)
+    amp.deactivate()
+    assert [sum(hooks_of(twin)) for twin in twins] == [0, 0]
+    assert [twin(x).dtype for twin in twins] == [F32, F32]

@@ -11,7 +11,6 @@ import contextlib
 import functools
 import sys
 import types
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -23,6 +22,7 @@ from amp_patch.casting.installation import calling, replace_by
 from amp_patch.casting.kept_wrappers import KeptWrappers
 from amp_patch.imported_modules import bindings, is_left_alone
 from amp_patch.patching import Patches, as_if_defined_at, resolve_in, when_imported
+from amp_patch.weak_modules import WeakModules
 
 from . import library_rules
 from .library_casts import Rule, is_for_half, wrap
@@ -55,7 +55,7 @@ class LibraryFunctions:
         self._patches, self._patches_for_half = Patches(), Patches()
         self._of_torch: Pairs = {}
         self._held = HeldFunctions()
-        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._models = WeakModules()
         self._active = self._serves_half = False
         self._awaited: set[str] = set()
         self._known_due: dict[tuple[str, bool], dict[str, Rule]] = {}
