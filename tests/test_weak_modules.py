@@ -6,7 +6,7 @@ import gc
 
 from torch import Tensor, nn
 
-from amp_patch.weak_modules import WeakModules, table_of_modules
+from amp_patch.weak_modules import ModuleTable, WeakModules
 
 
 class Compared(nn.Linear):
@@ -19,7 +19,7 @@ class Compared(nn.Linear):
 
 
 def test_modules_are_told_apart_by_identity() -> None:
-    table = table_of_modules()
+    table = ModuleTable()
     one, other = Compared(2, 2), Compared(2, 2)
     table[one] = "one"
     table[one] = "it again"
@@ -31,7 +31,7 @@ def test_modules_are_told_apart_by_identity() -> None:
 
 
 def test_an_entry_goes_with_its_module() -> None:
-    table = table_of_modules()
+    table = ModuleTable()
     kept, gone = nn.Linear(2, 2), nn.Linear(2, 2)
     table[kept] = table[gone] = 1
     del gone

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Mapping, MutableMapping, Set
+from collections.abc import Mapping, Set
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from amp_patch.casting.argument_casts import tensors_in
 from amp_patch.casting.mode import mode
 from amp_patch.casting.nested import map_tensors
 from amp_patch.kernels.graph_capture import captures
-from amp_patch.weak_modules import table_of_modules
+from amp_patch.weak_modules import ModuleTable
 
 from .places import next_node
 from .ranges import kinds_in
@@ -79,9 +79,9 @@ class RecordedCalls:
         self._ranges: deque[tuple[int, int]] = deque(maxlen=1000)
         self._open = _Open()
         self._order: weakref.WeakKeyDictionary[Call, int] = weakref.WeakKeyDictionary()
-        self._changing: MutableMapping[nn.Module, set[Name]] = table_of_modules()
-        self._last: MutableMapping[nn.Module, Call] = table_of_modules()
-        self._not_finite: MutableMapping[nn.Module, Call] = table_of_modules()
+        self._changing: ModuleTable[set[Name]] = ModuleTable()
+        self._last: ModuleTable[Call] = ModuleTable()
+        self._not_finite: ModuleTable[Call] = ModuleTable()
         self._count = 0
         self._first_pass = 1  # of this step
 

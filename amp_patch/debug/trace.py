@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ from amp_patch.session import session
 from amp_patch.step.loss_scaling import Found
 from amp_patch.step.observers import StepObserver
 from amp_patch.step.skip import Skip
-from amp_patch.weak_modules import WeakModules, table_of_modules
+from amp_patch.weak_modules import ModuleTable, WeakModules
 
 from .cause import Cause
 from .facts import Mend
@@ -104,7 +104,7 @@ class Tracer(StepObserver):
         self._handles: list[Any] = []
         self._models = WeakModules()
         # the largest weight of each model at its first loss
-        self._first_largest: MutableMapping[nn.Module, float] = table_of_modules()
+        self._first_largest: ModuleTable[float] = ModuleTable()
 
     @property
     def is_on(self) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from amp_patch.weak_modules import WeakModules, table_of_modules
+from amp_patch.weak_modules import ModuleTable, WeakModules
 
 from . import flat_parameters, fully_sharded
 
@@ -42,9 +42,9 @@ class Unsynced:
         self._begun = begun
         self._has_any = self.has_new = False
         # whether a wrapper's next backward is local, or the last was; None before the first forward
-        self._wrapped: MutableMapping[nn.Module, bool | None] = table_of_modules()
+        self._wrapped: ModuleTable[bool | None] = ModuleTable()
         # how many backwards had begun at the last forward whose backward shares
-        self._armed: MutableMapping[nn.Module, int] = table_of_modules()
+        self._armed: ModuleTable[int] = ModuleTable()
         self._new = WeakModules()
         self._sharded = WeakModules()
         self._flat = WeakModules()

@@ -8,7 +8,7 @@ not come. Knows the names that targets have; not how inputs are cast.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from amp_patch.casting.nested import items_of
 from amp_patch.did_you_mean import did_you_mean, meant
 from amp_patch.warn_once import warn_once
-from amp_patch.weak_modules import table_of_modules
+from amp_patch.weak_modules import ModuleTable
 from amp_patch.weights.kept_inputs import by_place, forward_of, has_part, names_of
 
 #: Angles are made of these, and sines of the angles: of 0.1 radian these are off by a tenth.
@@ -66,7 +66,7 @@ class RoundedTargets:
     """
 
     def __init__(self) -> None:
-        self._awaited: MutableMapping[nn.Module, _Awaited] = table_of_modules()
+        self._awaited: ModuleTable[_Awaited] = ModuleTable()
         self._seen: set[str] = set()
         self._looks_left = _LOOKS
         self.are_awaited = False

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from amp_patch.casting.mode import mode
 from amp_patch.casting.running_modules import called
 from amp_patch.casting.torch_compile import never_trace
 from amp_patch.patching import Patches
-from amp_patch.weak_modules import table_of_modules
+from amp_patch.weak_modules import ModuleTable
 
 from .half_model import ForwardCasts
 from .kept_inputs import places
@@ -37,7 +37,7 @@ class ForwardMethods:
         self._registered: dict[tuple[type[nn.Module], str], None] = {}
         self._patches = Patches()
         self._active = False
-        self._owners: MutableMapping[nn.Module, weakref.ref[nn.Module]] = table_of_modules()
+        self._owners: ModuleTable[weakref.ref[nn.Module]] = ModuleTable()
 
     def register(self, kind: type[nn.Module], name: str) -> None:
         """Have a method of a class cast, for as long as this process runs."""

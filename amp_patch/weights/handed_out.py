@@ -8,7 +8,7 @@ no version tells. Knows no values, and no optimizer.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from amp_patch.distributed.shards import place, version_of
 from amp_patch.kernels.looks import same_numbers
-from amp_patch.weak_modules import table_of_modules
+from amp_patch.weak_modules import ModuleTable
 
 from .half_bits import bits_of, can_be_compared, compared, is_plain
 
@@ -77,8 +77,8 @@ class HandedOut:
     ) -> None:
         self._enter, self._is_master = enter, is_master
         self.are_held = False
-        self._handed: MutableMapping[nn.Module, list[_Handed]] = table_of_modules()
-        self._places: MutableMapping[nn.Module, set[int]] = table_of_modules()
+        self._handed: ModuleTable[list[_Handed]] = ModuleTable()
+        self._places: ModuleTable[set[int]] = ModuleTable()
 
     def add(
         self,

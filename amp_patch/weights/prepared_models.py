@@ -26,7 +26,7 @@ from amp_patch.distributed.fully_sharded import (
 )
 from amp_patch.distributed.shards import set_data
 from amp_patch.levels import OptLevel
-from amp_patch.weak_modules import table_of_modules
+from amp_patch.weak_modules import ModuleTable
 
 from . import half_model, half_storage, kept_inputs, module_rules, parametrizations
 from .fp32_values import FP32Values
@@ -98,16 +98,16 @@ class PreparedModels:
         self._store = store
         self._cache = cache
         self._hooks = hooks
-        self.levels: MutableMapping[nn.Module, OptLevel] = table_of_modules()
-        self.numbers: MutableMapping[nn.Module, int] = table_of_modules()
+        self.levels: ModuleTable[OptLevel] = ModuleTable()
+        self.numbers: ModuleTable[int] = ModuleTable()
         self._count = 0
-        self._rules: MutableMapping[nn.Module, ModelRules] = table_of_modules()
-        self._probes: MutableMapping[nn.Module, weakref.ref[Tensor]] = table_of_modules()
-        self._state_hooks: MutableMapping[nn.Module, _StateHooks] = table_of_modules()
+        self._rules: ModuleTable[ModelRules] = ModuleTable()
+        self._probes: ModuleTable[weakref.ref[Tensor]] = ModuleTable()
+        self._state_hooks: ModuleTable[_StateHooks] = ModuleTable()
         # of each model that was stored in half what forgets the uses of its weights with it
-        self._ends: MutableMapping[nn.Module, weakref.finalize[..., nn.Module]] = table_of_modules()
+        self._ends: ModuleTable[weakref.finalize[..., nn.Module]] = ModuleTable()
         # of each model that was converted the buffers that came in half, by their paths
-        self._converted: MutableMapping[nn.Module, Mapping[str, Tensor]] = table_of_modules()
+        self._converted: ModuleTable[Mapping[str, Tensor]] = ModuleTable()
 
     def rules_of(
         self, models: Sequence[nn.Module], modules: Mapping[str, str], inputs: Mapping[str, str]
@@ -335,7 +335,7 @@ class PreparedModels:
                     model.register_state_dict_pre_hook(hooks.before_state),
                     model.register_load_state_dict_pre_hook(hooks.before_load),
                 ],
-                table_of_modules(),
+                ModuleTable(),
             )
             self.follow_late_modules(model)
 

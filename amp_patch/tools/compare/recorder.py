@@ -6,7 +6,7 @@ Knows the script's training and the file that is written; nothing of what it is 
 from __future__ import annotations
 
 import weakref
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -34,7 +34,7 @@ from amp_patch.tools.optimizer_numbers import OptimizerNumbers
 from amp_patch.tools.same_random import SameRandomNumbers
 from amp_patch.tools.script_end import ScriptEnd
 from amp_patch.tools.step_limit import StepCounts
-from amp_patch.weak_modules import table_of_modules
+from amp_patch.weak_modules import ModuleTable
 
 from .functions import FunctionWatch, Place, name_of
 from .samples import sample
@@ -74,7 +74,7 @@ class Recorder(StepObserver):
         self._session, self._steps, self._folder = session, steps, folder
         self._has_saved = False
         self._skip = {(optimizer, step) for optimizer, step in skipped}
-        self._names: MutableMapping[nn.Module, Place | None] = table_of_modules()
+        self._names: ModuleTable[Place | None] = ModuleTable()
         self._named = -1
         self._optimizer_numbers, self._made = OptimizerNumbers(), StepCounts()
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, list[int]]
@@ -254,7 +254,8 @@ class Recorder(StepObserver):
             for model, number in numbers.items():
                 for path, one in model.named_modules():
                     self._names[one] = (number, path)
-        return self._names.get(module)
+        place: Place | None = self._names.get(module)
+        return place
 
 
 def _samples(value: Any) -> list[dict[str, object]]:
