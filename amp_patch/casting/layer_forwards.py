@@ -140,7 +140,8 @@ def _reading(kind: type[nn.Module], call: _Call, original: Callable[..., Any]) -
         # A tensor in a parameter's way was put there: by a weight norm, or by torch in a replica.
         if type(self) is kind and "weight" not in own and "bias" not in own:
             params = own["_parameters"]
-            if "weight" in params and not is_dynamo_compiling():
+            # A script may have made a buffer of one, which torch finds by its name.
+            if "weight" in params and "bias" in params and not is_dynamo_compiling():
                 weight, functions = params["weight"], _AS_THEY_ARE
                 try:
                     found = input.dtype

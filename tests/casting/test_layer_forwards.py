@@ -97,6 +97,13 @@ def halved() -> Halved:
     return layer
 
 
+def with_buffer(layer: nn.Linear, name: str) -> nn.Linear:
+    value = getattr(layer, name).detach()
+    delattr(layer, name)
+    layer.register_buffer(name, value)
+    return layer
+
+
 def shadowed(layer: nn.Linear) -> nn.Linear:
     vars(layer)["weight"] = layer.weight.detach() * 3
     return layer
@@ -109,10 +116,19 @@ def shadowed(layer: nn.Linear) -> nn.Linear:
         lambda: parametrizations.weight_norm(nn.Linear(3, 2)),
         lambda: parametrizations.orthogonal(nn.Linear(3, 2)),
         lambda: shadowed(nn.Linear(3, 2)),
+        lambda: with_buffer(nn.Linear(3, 2), "bias"),
+        lambda: with_buffer(nn.Linear(3, 2), "weight"),
     ],
-    ids=["own __getattr__", "weight norm", "orthogonal", "shadowed"],
+    ids=[
+        "own __getattr__",
+        "weight norm",
+        "orthogonal",
+        "shadowed",
+        "bias buffer",
+        "weight buffer",
+    ],
 )
-def test_a_weight_that_is_no_parameter_of_the_layer_is_found(amp: ModuleType, make: Any) -> None:
+def test_what_is_no_parameter_of_the_layer_is_found(amp: ModuleType, make: Any) -> None:
     layer, x = make(), torch.randn(4, 3)
     weight, bias = layer.weight.detach(), layer.bias.detach()
     expected = nn.functional.linear(x.half(), weight.half(), bias.half())
