@@ -35,6 +35,7 @@ def initialize_at(
     process_group: ProcessGroup | None = None,
     allow_half: bool = False,
     given_scale: Any = None,
+    tells_casts: bool | None = None,
     **scale_options: Any,
 ) -> None:
     """Prepare models and optimizers at a level, and print it; nothing changes before all checks.
@@ -47,6 +48,7 @@ def initialize_at(
         lists: dotted path -> rule of a function, below these, at levels that cast functions.
         allow_half: take models whose half parameters are trained, too.
         given_scale: the loss scale that the script names; None where the level decides.
+        tells_casts: print apex's line for every tensor that is cast; None: at verbosity 2.
         scale_options: of `ScaleRule.resolve`.
 
     Raises:
@@ -72,7 +74,6 @@ def initialize_at(
     if message is not None:  # what a level that the script did not ask for has no use for
         fused_step = fused_step and bool(level.master_weights)
     says_all = verbosity != "skips"
-    session.tell_of_casts(says_all and int(verbosity) > 1)
     session.initialize(
         checked,
         stepping,
@@ -83,6 +84,7 @@ def initialize_at(
         of_each,
         arguments.fused_step_of(fused_step, level.name, bool(level.master_weights)),
         arguments.process_group_of(process_group),
+        says_all and int(verbosity) > 1 if tells_casts is None else tells_casts,
     )
     session.verbosity = verbosity
     if given_scale not in (None, "dynamic"):

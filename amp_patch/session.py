@@ -110,6 +110,7 @@ class Session:
         self._reset()
 
     def _reset(self) -> None:
+        self.casts.observer = None
         self.scalers: list[LossScaler] = []
         self.history = History()
         self.verbosity: int | str = 1
@@ -150,6 +151,7 @@ class Session:
         rules_of_each: Sequence[ModelRules],
         fused_step: bool,
         process_group: ProcessGroup | None = None,
+        tells_casts: bool = False,
     ) -> None:
         """Set models and optimizers up at ``level``; on an error everything is as before.
 
@@ -161,6 +163,7 @@ class Session:
             rules_of_each: for each model, of its modules and of what it is called with.
             fused_step: at levels with masters only.
             process_group: of the ranks that step together; None: found by itself.
+            tells_casts: print apex's line for every tensor that a patched function casts.
         """
         stepping = _stepping(optimizers, level)
         self._refuse(models, optimizers, stepping, level)
@@ -170,6 +173,7 @@ class Session:
         with contextlib.ExitStack() as on_error:
             self._start(level, on_error)
             on_error.callback(Snapshot(models, stepping).restore)
+            self._tell_of_casts(tells_casts, on_error)
             self._patch_functions(models, level, rules, on_error)
             on_error.callback(self.store.end_conversion)
             self.models.set_up(models, level, stepped, rules_of_each, on_error)
@@ -245,7 +249,9 @@ class Session:
         process.devices = ALL_DEVICES
 
     @_one_at_a_time
-    def cast_without_model(self, level: OptLevel, rules: Mapping[str, str]) -> None:
+    def cast_without_model(
+        self, level: OptLevel, rules: Mapping[str, str], tells_casts: bool
+    ) -> None:
         """Cast in every function from now on, whatever model calls it, on every device.
 
         A model at O0 goes on in fp32.
@@ -253,9 +259,11 @@ class Session:
         Args:
             level: O1 or O4.
             rules: dotted path -> rule of a function.
+            tells_casts: see `initialize`.
         """
         with contextlib.ExitStack() as on_error:
             self._start(level, on_error)
+            self._tell_of_casts(tells_casts, on_error)
             self._patch_for_all(level, rules, on_error)
             on_error.pop_all()
         self.models.cast_functions()
@@ -300,11 +308,19 @@ class Session:
 
     @_one_at_a_time
     def deactivate(self) -> None:
-        """Restore everything patched; parameters hold their fp32 values again."""
+        """Restore everything patched; parameters hold their fp32 values again.
+
+        What an observer raises, or an undo of `call_at_deactivate`, is raised when all is restored.
+        """
         self.settle()
         rules_of_modules.leave_all()
         mode.leave_models_but(())
-        self.observers.leaving()
+        try:
+            self.observers.leaving()
+        finally:
+            self._restore()
+
+    def _restore(self) -> None:
         self.models.reshard()
         with self.guard.unprepared.unscaling():
             self.optimizers.release()
@@ -316,11 +332,20 @@ class Session:
         self._torch_patches.undo()
         for hook in self._step_hooks:
             hook.remove()
-        for undo, _ in reversed(self._at_deactivate):
-            undo()
-        self.cache.clear()
-        self.store.clear()
-        self._reset()
+        self._undo_the_rest()
+
+    def _undo_the_rest(self) -> None:
+        try:
+            while self._at_deactivate:
+                undo, _ = self._at_deactivate.pop()
+                undo()
+        finally:
+            if self._at_deactivate:
+                self._undo_the_rest()
+            else:
+                self.cache.clear()
+                self.store.clear()
+                self._reset()
 
     def call_at_deactivate(self, undo: Callable[[], object], of: object = None) -> None:
         """Have something of the caller's undone with the rest; once, however often it is said.
@@ -364,9 +389,9 @@ class Session:
         self.was_used = True
         self.lookup.disable(optimizers)
 
-    def tell_of_casts(self, tell: bool) -> None:
-        """Print apex's line for every tensor that the functions patched from now on cast."""
-        self.casts.observer = _announce if tell else None
+    def _tell_of_casts(self, tells_casts: bool, on_error: contextlib.ExitStack) -> None:
+        on_error.callback(setattr, self.casts, "observer", self.casts.observer)
+        self.casts.observer = _announce if tells_casts else None
 
     def announce(self, message: str) -> None:
         """Print a message of apex's, unless ``verbosity`` is 0."""

@@ -22,6 +22,7 @@ import torch_snapshot
 from small_models import normed_pair as make
 from support import nightly_but, scaled_backward
 from torch import nn
+from torch.nn import functional as F
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -37,6 +38,7 @@ from amp_patch.step import (
     replaced_methods,
     shared_scalers,
 )
+from amp_patch.step.observers import StepObserver
 from amp_patch.weights import half_model, half_storage
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
@@ -529,6 +531,75 @@ def interrupt(at: int, function: Callable[[], Any]) -> int:
         sys.setprofile(None)
         torch.set_grad_enabled(True)  # which torch's no_grad() leaves off, ended in its own code
     return calls
+
+
+class Failing(StepObserver):
+    """An observer that cannot write its file."""
+
+    def leaving(self) -> None:
+        raise OSError("the disk is full")
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_all_is_restored_though_an_observer_and_an_undo_raise(amp: ModuleType, level: str) -> None:
+    model, linear = nn.Linear(2, 2), F.linear
+    optimizer, called = SGD(model.parameters(), lr=0.1), []
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+
+    def fail() -> None:
+        raise ValueError("not undone")
+
+    for undo in (lambda: called.append("first"), fail, lambda: called.append("last")):
+        session.call_at_deactivate(undo)
+    detach = session.observers.attach(Failing())
+    with pytest.raises(ValueError, match="not undone") as caught:
+        amp.deactivate()
+    detach()
+    assert isinstance(caught.value.__context__, OSError)
+    assert called == ["last", "first"]
+    assert (F.linear is linear, model.weight.dtype) == (True, torch.float32)
+    assert not session.initialized
+    assert not model._forward_pre_hooks
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    amp.deactivate()
+
+
+def test_each_observer_is_told_though_one_raises(amp: ModuleType) -> None:
+    told = []
+
+    class Told(StepObserver):
+        def leaving(self) -> None:
+            told.append(self)
+
+    amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
+    detaching = [session.observers.attach(kind()) for kind in (Told, Failing, Told)]
+    with pytest.raises(OSError, match="the disk is full"):
+        amp.deactivate()
+    for detach in detaching:
+        detach()
+    assert len(told) == 2
+
+
+def test_casts_are_told_of_by_the_session_that_was_asked_to_alone(
+    amp: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, x = nn.Linear(2, 2, bias=False), torch.ones(1, 2).half()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    with pytest.raises(RuntimeError, match="only be passed through amp.initialize once"):
+        amp.initialize(nn.Linear(2, 2), optimizer, opt_level="O1", verbosity=2)
+    own = types.ModuleType("own")
+    vars(own)["function"] = torch.neg
+    amp.register_half_function(own, "function")  # all is patched anew
+    model(x)
+    amp.deactivate()
+    amp.initialize(model, opt_level="O1", verbosity=2)
+    amp.deactivate()
+    capsys.readouterr()
+    amp.half_function(torch.neg)(torch.ones(1))
+    amp.initialize(model, opt_level="O1", verbosity=0)
+    amp.half_function(torch.neg)(torch.ones(1))
+    assert capsys.readouterr().out == ""
 
 
 # Where the call is a generator's that ends early, or a weak reference's, Python swallows Ctrl-C.

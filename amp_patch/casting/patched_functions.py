@@ -97,7 +97,8 @@ class PatchedFunctions:
         process.dtype = level.half_dtype
         rules = {**(self._rules if casting else {}), **rules}
         new = self._models.new(models)
-        on_error.callback(self._roll_back, new, self._rules, bool(self._patches))
+        before = self._rules, bool(self._patches), self._observer
+        on_error.callback(self._roll_back, new, *before)
         self._models.update(new)
         if rules == self._rules and self._patches and self._casts.observer is self._observer:
             self._held.reach(models)
@@ -152,7 +153,14 @@ class PatchedFunctions:
         """Restore every function and forget the rules; what was registered stays registered."""
         self._set_rules({}, False)
 
-    def _roll_back(self, models: list[nn.Module], rules: dict[str, str], patched: bool) -> None:
+    def _roll_back(
+        self,
+        models: list[nn.Module],
+        rules: dict[str, str],
+        patched: bool,
+        observer: Callable[[str], None] | None,
+    ) -> None:
+        self._casts.observer = observer
         self._models.update(self._restore())
         for model in models:
             for module in model.modules():

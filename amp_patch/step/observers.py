@@ -6,6 +6,7 @@ session asks whether there is an observer before it prepares one.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
@@ -136,5 +137,6 @@ class Observers(list[StepObserver]):
 
     def leaving(self) -> None:
         """See `StepObserver.leaving`."""
-        for observer in list(self):
-            observer.leaving()
+        with contextlib.ExitStack() as each:  # also where one raises
+            for observer in reversed(self):
+                each.callback(observer.leaving)

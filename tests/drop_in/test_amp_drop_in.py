@@ -781,6 +781,28 @@ def test_init_for_bfloat16_in_roms_order(amp) -> None:
     assert nn.Linear(4, 2)(torch.randn(3, 4)).dtype is torch.bfloat16
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("way", ["wrap_optimizer", "scale_loss"])
+def test_functions_go_on_casting_to_the_dtype_of_init(amp, dtype, way: str) -> None:
+    handle = amp.init(patch_type=dtype)
+    model, x = nn.Linear(4, 2), torch.randn(3, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if way == "wrap_optimizer":
+        block = handle.wrap_optimizer(optimizer).scale_loss(model(x).float().sum())
+    else:
+        block = handle.scale_loss(model(x).float().sum(), optimizer)
+    with block as scaled_loss:
+        assert model(x).dtype is dtype
+        scaled_loss.backward()
+    assert model(x).dtype is dtype
+
+
+def test_a_handle_is_not_active_once_all_is_restored(handle) -> None:
+    assert handle.is_active()
+    amp_patch.amp.deactivate()
+    assert not handle.is_active()
+
+
 @pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_after_init_recurrent_layers_run_in_half(handle, kind, dtype) -> None:
@@ -1077,6 +1099,14 @@ def test_at_verbosity_2_every_cast_is_printed(amp, capsys: pytest.CaptureFixture
     amp_patch.amp.deactivate()
     amp.init(verbose=True)
     nn.Linear(2, 2, bias=False)(torch.ones(1, 2).half())
+    assert capsys.readouterr().out == "Float->Half (linear)\n"
+
+
+def test_a_handle_goes_on_printing_every_cast(amp, capsys: pytest.CaptureFixture[str]) -> None:
+    handle = amp.init(verbose=True)
+    layer = nn.Linear(2, 2, bias=False)
+    handle.wrap_optimizer(torch.optim.SGD(layer.parameters(), lr=0.1))
+    layer(torch.ones(1, 2).half())
     assert capsys.readouterr().out == "Float->Half (linear)\n"
 
 

@@ -100,9 +100,10 @@ def init(
         return handle
     if isinstance(enable_caching, torch.dtype):
         patch_type, enable_caching = enable_caching, True
-    level = resolve("O4" if patch_type is torch.bfloat16 else "O1")
-    session.tell_of_casts(verbose)
-    session.cast_without_model(level, rules_of_lists(allow_banned))
+    opt_level = "O4" if patch_type is torch.bfloat16 else "O1"
+    session.cast_without_model(resolve(opt_level), rules_of_lists(allow_banned), bool(verbose))
     session.call_at_deactivate(_amp_state.forget)
-    _amp_state.handle = handle = AmpHandle(loss_scale, enable_caching, verbose)
+    handle = AmpHandle(loss_scale, enable_caching, verbose, opt_level=opt_level)
+    session.call_at_deactivate(handle.casts_are_off)
+    _amp_state.handle = handle
     return handle

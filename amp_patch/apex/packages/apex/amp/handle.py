@@ -29,6 +29,7 @@ class AmpHandle:
         loss_scale: "dynamic" or a fixed factor, for the optimizers used with this handle.
         enable_caching: not used; casts of weights are kept where a model is known.
         verbose: as given.
+        opt_level: that of the casts, for these optimizers.
     """
 
     def __init__(
@@ -36,7 +37,10 @@ class AmpHandle:
         loss_scale: float | str = "dynamic",
         enable_caching: bool = True,
         verbose: bool = False,
+        *,
+        opt_level: str = "O1",
     ) -> None:
+        self._opt_level = opt_level
         self._loss_scale = loss_scale
         self._enable_caching = enable_caching
         self._verbose = verbose
@@ -45,6 +49,10 @@ class AmpHandle:
     def is_active(self) -> bool:
         """Return whether functions are cast."""
         return self._is_active
+
+    def casts_are_off(self) -> None:
+        """All functions are as they were; `apex.amp.init` has the session say so."""
+        self._is_active = False
 
     def _disable_casts(self) -> Any:
         return disable_casts()
@@ -70,8 +78,15 @@ class AmpHandle:
     def _prepare(self, optimizer: Any, num_loss: int) -> None:
         """Set an optimizer up, which this handle's scripts do not give to `initialize`."""
         if optimizer not in session.optimizers.steps:
-            level = resolve("O1", loss_scale=self._loss_scale)
-            initialize_at(Resolved(level, None), [], optimizer, num_losses=num_loss, verbosity=0)
+            level = resolve(self._opt_level, loss_scale=self._loss_scale)
+            initialize_at(
+                Resolved(level, None),
+                [],
+                optimizer,
+                num_losses=num_loss,
+                verbosity=0,
+                tells_casts=self._verbose,
+            )
             session.verbosity = 1  # it is the level that init() does not print
             attach(optimizer)
 
@@ -85,7 +100,7 @@ class AmpHandle:
         """Restore every function, model and optimizer; see `amp_patch.amp.deactivate`."""
         is_known = vars(_amp_state).get("handle") is self
         amp.deactivate()
-        self._is_active = False
+        self.casts_are_off()
         if is_known:  # scripts that deactivate what they train next ask for it again
             _amp_state.handle = self
             session.call_at_deactivate(_amp_state.forget)
