@@ -120,6 +120,7 @@ def observed_process() -> list[Any]:
         [(id(scaler), scaler.scale) for scaler in session.scalers],
         dict(session.functions._rules),
         session.verbosity,
+        session.casts.observer,
         session.initialized,
         len(session.store._values),
         {id(model): level.name for model, level in session.models.levels.items()},
@@ -134,14 +135,19 @@ def observed_process() -> list[Any]:
 )
 @pytest.mark.filterwarnings("ignore:the optimizers of amp.initialize.. step its models")
 def test_an_error_in_the_middle_leaves_everything_as_it_was(
-    amp: ModuleType, monkeypatch: pytest.MonkeyPatch, failure: str, level: str, others: str | None
+    amp: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    failure: str,
+    level: str,
+    others: str | None,
 ) -> None:
     if failure == "hooks":  # installed by the first call only
         others = None
     unpatched = torch_snapshot.take()
     other = make()
     if others is not None:
-        amp.initialize(*other, opt_level=others, loss_scale=4.0, verbosity=0)
+        amp.initialize(*other, opt_level=others, loss_scale=4.0)
         train(amp, *other)
     model, optimizer = make(Adam, eps=1e-4)
     model(torch.randn(8, 4)).sum().backward()
@@ -169,6 +175,7 @@ def test_an_error_in_the_middle_leaves_everything_as_it_was(
     assert (torch.ones(1, 1) @ torch.ones(1, 1)).dtype is (
         torch.float16 if others == "O1" else torch.float32
     )
+    assert "Float->Half" not in capsys.readouterr().out  # as verbosity=3 would have it
     if others is not None:
         train(amp, *other)
     # and the same call succeeds once nothing is broken
@@ -583,22 +590,16 @@ def test_each_observer_is_told_though_one_raises(amp: ModuleType) -> None:
 def test_casts_are_told_of_by_the_session_that_was_asked_to_alone(
     amp: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model, x = nn.Linear(2, 2, bias=False), torch.ones(1, 2).half()
-    optimizer = SGD(model.parameters(), lr=0.1)
-    amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
-    with pytest.raises(RuntimeError, match="only be passed through amp.initialize once"):
-        amp.initialize(nn.Linear(2, 2), optimizer, opt_level="O1", verbosity=2)
-    own = types.ModuleType("own")
-    vars(own)["function"] = torch.neg
-    amp.register_half_function(own, "function")  # all is patched anew
-    model(x)
-    amp.deactivate()
+    model = nn.Linear(2, 2)
     amp.initialize(model, opt_level="O1", verbosity=2)
+    told = amp.half_function(torch.neg)
+    told(torch.ones(1))
+    assert "Float->Half (neg)" in capsys.readouterr().out
     amp.deactivate()
+    decorated = amp.half_function(torch.neg)
+    amp.initialize(model, opt_level="O1", verbosity=1)
     capsys.readouterr()
-    amp.half_function(torch.neg)(torch.ones(1))
-    amp.initialize(model, opt_level="O1", verbosity=0)
-    amp.half_function(torch.neg)(torch.ones(1))
+    assert decorated(torch.ones(1)).dtype is torch.float16
     assert capsys.readouterr().out == ""
 
 
