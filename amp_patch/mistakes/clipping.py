@@ -33,6 +33,8 @@ _OF_PARAMETERS = ("clip_grad_norm_", "clip_grad_norm", "clip_grad_value_", "clip
 _BY_NORM = ("torch.nn.utils.clip_grad_norm_()", "torch.nn.utils.clip_grad_norm()")
 _NUMBER = (int, float)
 _BY_VALUE = "torch.nn.utils.clip_grad_value_()"
+#: Masters of one parameter: the one that is clipped, and that of a further optimizer.
+Others = list[tuple[Tensor, Tensor]]
 
 
 def replacements(
@@ -71,7 +73,7 @@ def _clipping(
 
     @functools.wraps(original)
     def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        stepped, owners = _stepped(optimizers, parameters, call)
+        stepped, owners, others = _stepped(optimizers, parameters, call)
         if isinstance(stepped, list):
             refuse(stepped, call)
         if call in _BY_NORM and owners and _are_parts(stepped, owners):
@@ -86,11 +88,24 @@ def _clipping(
                 if owners and "non-finite" in str(error):
                     _refuse_infinite_norm(owners, error)
                 raise
-        for owner in owners:  # there are some only where this is a list
-            owner.clipped.note(stepped)
+        _note(stepped, owners, others)
         return result
 
     return clip
+
+
+def _note(stepped: Any, owners: Sequence[OptimizerBackward], others: Others) -> None:
+    """Let half gradients follow those that were clipped, and those of other optimizers' masters.
+
+    Args:
+        stepped, owners, others: see `_stepped`.
+    """
+    with torch.no_grad():
+        for clipped, other in others:
+            if clipped.grad is not None and other.grad is not None:
+                other.grad.copy_(clipped.grad)
+    for owner in owners:  # there are some only where this is a list
+        owner.clipped.note(stepped)
 
 
 def _in_few_calls(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -163,13 +178,12 @@ def _clipping_flat(
     def clip_grad_norm_(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         params = list(model.parameters())
         call = "FullyShardedDataParallel.clip_grad_norm_()"
-        stepped, owners = _stepped(optimizers, params, call)
+        stepped, owners, others = _stepped(optimizers, params, call)
         if any(one is not param for one, param in zip(stepped, params, strict=True)):
             return torch.nn.utils.clip_grad_norm_(params, *args, **kwargs)
         refuse(stepped, call)
         result = original(model, *args, **kwargs)
-        for owner in owners:
-            owner.clipped.note(stepped)
+        _note(stepped, owners, others)
         return result
 
     return clip_grad_norm_
@@ -243,7 +257,7 @@ def _measuring(optimizers: PreparedOptimizers, original: Callable[..., Any]) -> 
         given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         wanted = set(map(id, given))
         params = [one for one in optimizers.params() if id(one.grad) in wanted]
-        stepped, _ = _stepped(optimizers, params, "torch.nn.utils.get_total_norm()")
+        stepped, *_ = _stepped(optimizers, params, "torch.nn.utils.get_total_norm()")
         true = {
             id(param.grad): one.grad
             for param, one in zip(params, stepped, strict=True)
@@ -256,29 +270,39 @@ def _measuring(optimizers: PreparedOptimizers, original: Callable[..., Any]) -> 
 
 def _stepped(
     optimizers: PreparedOptimizers, parameters: Any, call: str
-) -> tuple[Any, list[OptimizerBackward]]:
+) -> tuple[Any, list[OptimizerBackward], Others]:
     """Return what is stepped for each parameter, with its gradient unscaled, and whose they are.
+
+    Of a parameter with several masters, of as many optimizers, the first that has a gradient stands
+    for all: third comes each such master with one of the others, which is to have the same.
 
     Raises:
         RuntimeError: it is still scaled.
     """
     if not isinstance(parameters, Iterable):
-        return parameters, []
+        return parameters, [], []
     with only_read():
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if not given:
-        return parameters, []  # of an empty generator torch warns
+        return parameters, [], []  # of an empty generator torch warns
     owners: list[OptimizerBackward] = []
     masters: dict[int, Tensor] = {}
-    for owner in _owners(optimizers, set(map(id, given))):
+    others: Others = []
+    wanted = set(map(id, given))
+    for owner in _owners(optimizers, wanted):
         owner.refuse_scaled(call)
         owners.append(owner)
         pairs = owner.pairs()
         # most often they are given as `amp.master_params` yields them, and stand for themselves
         if pairs.model is not pairs.master and not are_same(given, pairs.master):
             for param, master in zip(*pairs, strict=True):
-                masters.setdefault(id(param), master)
-    return [masters.get(id(param), param) for param in given] if masters else given, owners
+                first = masters.setdefault(id(param), master)
+                if first is not master and id(param) in wanted:
+                    if first.grad is None:
+                        masters[id(param)], master = master, first
+                    others.append((masters[id(param)], master))
+    stepped = [masters.get(id(param), param) for param in given] if masters else given
+    return stepped, owners, others
 
 
 def _owners(optimizers: PreparedOptimizers, wanted: set[int]) -> Iterator[OptimizerBackward]:

@@ -17,7 +17,7 @@ from gradient_programs import (
     values,
     with_penalty,
 )
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from support import CountItems
 from torch import nn
@@ -733,3 +733,52 @@ def test_what_a_step_has_used_is_not_stepped_beside_another_parts_plain_backward
     first.grad = None
     optimizer.step()
     assert [first.item(), second.item()] == [-2.0, -3.0]
+
+
+def zero(params):
+    for param in params:
+        if param.grad is not None:
+            param.grad.zero_()
+
+
+def step_and_clear(model, optimizer):
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+CLIP = torch.nn.utils.clip_grad_norm_
+#: What a script may do from one step to the next; masters are the model's own in float32.
+ACTIONS = {
+    "backward": lambda model, optimizer, masters: backward(model),
+    "backward of a part": lambda model, optimizer, masters: (
+        model[2](model[:2](X.to(model[0].weight.dtype)).detach()).float().square().mean().backward()
+    ),
+    "clip the model's": lambda model, optimizer, masters: CLIP(model.parameters(), 0.3),
+    "clip the masters'": lambda model, optimizer, masters: CLIP(masters(), 0.2),
+    "read": lambda model, optimizer, masters: [param.grad for param in masters()],
+    "clear": lambda model, optimizer, masters: clear(model.parameters()),
+    "clear a part": lambda model, optimizer, masters: clear(model[2].parameters()),
+    "zero": lambda model, optimizer, masters: zero(model.parameters()),
+    "zero_grad": lambda model, optimizer, masters: optimizer.zero_grad(),
+    "zero_grad of the model": lambda model, optimizer, masters: model.zero_grad(),
+    "step": lambda model, optimizer, masters: step_and_clear(model, optimizer),
+}
+
+
+@pytest.mark.parametrize("opt_level", WITH_MASTERS)
+def test_what_a_script_clips_and_clears_by_hand_is_as_in_plain_pytorch(amp, opt_level):
+    model, optimizer = start(amp, opt_level, loss_scale=1.0)
+
+    @given(names=st.lists(st.sampled_from(sorted(ACTIONS)), max_size=8))
+    @example(names=["backward", "clip the model's", "clear", "backward"])
+    @example(names=["backward", "clip the masters'", "clear a part", "backward"])
+    @example(names=["backward", "clip the model's", "zero", "backward"])
+    def run(names):
+        plain, plain_optimizer = float32_twin(amp, model, optimizer)
+        for name in [*names, "step"]:
+            ACTIONS[name](model, optimizer, lambda: list(amp.master_params(optimizer)))
+            ACTIONS[name](plain, plain_optimizer, lambda: list(plain.parameters()))
+        found = values(amp.master_params(optimizer))
+        torch.testing.assert_close(found, values(plain.parameters()), rtol=2e-2, atol=5e-3)
+
+    run()

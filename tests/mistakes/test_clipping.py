@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import scaled_backward
 from torch import Tensor, nn
+from torch.optim import SGD
 
 from amp_patch.mistakes import clipping
 
@@ -106,3 +108,48 @@ def test_most_clips_need_none_of_torchs_look_ups(
     optimizer.step()
     moved = torch.stack([value.sum() for value in model.state_dict().values()])
     assert moved.isfinite().all()
+
+
+def step_of_two(amp: ModuleType | None, level: str, call: str, alone: str) -> list[Tensor]:
+    """Train a head by an optimizer of its own and by one of the whole model; clip each time.
+
+    First for both, of which one steps; then for this one alone; then for both, and both step.
+
+    Args:
+        amp: None: in float32, without it.
+        level: of `initialize`.
+        call: of torch, which clips.
+        alone: which optimizer steps alone.
+
+    Returns:
+        The model's values.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    both = [SGD(model.parameters(), lr=0.3), SGD(model[2].parameters(), lr=0.5)]
+    if amp is not None:
+        amp.initialize(model, both, opt_level=level, loss_scale=1.0, verbosity=0)
+    own = both[alone == "head"]
+    for trained, stepped in ((both, [own]), ([own], [own]), (both, both)):
+        for one in trained:
+            one.zero_grad()
+        loss = (model(torch.linspace(-1, 1, 32).reshape(8, 4)).float() - 1).square().mean()
+        with nullcontext(loss) if amp is None else amp.scale_loss(loss, trained) as scaled_loss:
+            scaled_loss.backward()
+        getattr(nn.utils, call)((model if trained is both else model[2]).parameters(), 0.1)
+        for one in stepped:
+            one.step()
+    return [value.float() for value in model.state_dict().values()]
+
+
+# the head's own backward reaches the layers below, which wait for the other optimizer's step
+@pytest.mark.filterwarnings("ignore:What is written to the gradients of half parameters")
+@pytest.mark.parametrize("alone", ["head", "model"])
+@pytest.mark.parametrize("call", ["clip_grad_norm_", "clip_grad_value_"])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_layer_of_two_optimizers_is_clipped_for_both(
+    amp: ModuleType, level: str, call: str, alone: str
+) -> None:
+    expected = step_of_two(None, level, call, alone)
+    found = step_of_two(amp, level, call, alone)
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.01)
