@@ -9,6 +9,7 @@ import functools
 import inspect
 import linecache
 import opcode
+import os
 import re
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
@@ -22,7 +23,7 @@ from .warn_once import users_frame
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-_OURS = str(Path(__file__).parent)
+_OURS = f"{Path(__file__).parent}{os.sep}"
 _CACHE = opcode.opmap.get("CACHE", 0)
 _RAISE = opcode.opmap["RAISE_VARARGS"]
 _UNPACK = (opcode.opmap["UNPACK_SEQUENCE"], opcode.opmap["UNPACK_EX"])

@@ -69,6 +69,8 @@ MIRRORED = (
     "weights",
 )
 MAX_BODY_LINES = 40
+#: Functions of torch that make a tensor in the default dtype, unless they are told another.
+OF_A_DTYPE = ("empty", "eye", "full", "linspace", "ones", "rand", "randn", "tensor", "zeros")
 MAY_IMPORT_CUPY = ("kernels/cuda_compiler.py", "kernels/cuda_module.py")
 # cupy is optional; importing dynamo replaces torch.manual_seed, so importing amp_patch must not;
 # the command line needs the levels, and torch with them, only where one is named
@@ -194,6 +196,24 @@ def _modules_of(name: str, places: set[str]) -> Iterator[str]:
             if place in places:
                 yield place
                 return
+
+
+def default_dtypes(tree: ast.Module) -> list[str]:
+    """Tensors made in the dtype that the script has set as its default, which parameters may have."""
+    kept = {
+        id(node)
+        for call in nodes(tree)
+        if isinstance(call, ast.Call) and last_name(call.func) == "Parameter"
+        for node in ast.walk(call)
+    }
+    return [
+        ast.unparse(node)
+        for node in nodes(tree)
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) in {f"torch.{name}" for name in OF_A_DTYPE}
+        and id(node) not in kept
+        and not any(keyword.arg == "dtype" for keyword in node.keywords)
+    ]
 
 
 def star_imports(tree: ast.Module) -> list[str]:
@@ -457,6 +477,7 @@ def test_a_circle_through_a_package_is_seen(tmp_path: Path, monkeypatch) -> None
 @pytest.mark.parametrize(
     "rule",
     [
+        default_dtypes,
         star_imports,
         late_imports,
         global_statements,
@@ -471,7 +492,15 @@ def test_the_core_keeps(rule: Rule) -> None:
 
 @pytest.mark.parametrize(
     "rule",
-    [star_imports, cupy_imports, global_statements, long_functions, missing_docstrings, private],
+    [
+        default_dtypes,
+        star_imports,
+        cupy_imports,
+        global_statements,
+        long_functions,
+        missing_docstrings,
+        private,
+    ],
 )
 def test_the_drop_in_keeps(rule: Rule) -> None:
     assert not violations(rule, DROP_IN)
@@ -561,6 +590,7 @@ STEPS = "session.optimizers.steps"
 @pytest.mark.parametrize(
     ("rule", "snippet"),
     [
+        (default_dtypes, "flag = torch.zeros((), device=device)"),
         (star_imports, "from torch import *"),
         (late_imports, "def f():\n    import torch"),
         (late_imports, "def f():\n    from torch._dynamos import x"),
@@ -612,6 +642,8 @@ def test_every_rule_can_fail(rule: Rule, snippet: str) -> None:
 @pytest.mark.parametrize(
     ("rule", "snippet"),
     [
+        (default_dtypes, "flag = torch.zeros((), dtype=x.dtype)"),
+        (default_dtypes, "self.weight = nn.Parameter(torch.empty(3))"),
         (late_imports, "import torch\ndef f():\n    import cupy"),
         (late_imports, "def f():\n    from cupy.cuda import nvrtc"),
         (late_imports, "def f():\n    import torch._dynamo.output_graph"),

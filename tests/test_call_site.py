@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 import weakref
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -100,6 +101,15 @@ def test_an_error_that_we_did_not_raise_keeps_its_traceback(what: str) -> None:
     with pytest.raises((RuntimeError, KeyError)) as caught:
         function()
     assert frames(caught.value)[1:] == [call_site.__file__, __file__]
+
+
+def test_a_folder_whose_name_begins_like_ours_is_the_users() -> None:
+    path = f"{Path(call_site.__file__).parent}_experiments/model.py"
+    scope: dict[str, Any] = {}
+    exec(compile("def fails():\n    raise KeyError('his own')", path, "exec"), scope)
+    with pytest.raises(KeyError) as caught:
+        call_site.errors_at_the_call(scope["fails"])()
+    assert frames(caught.value)[-1] == path
 
 
 def test_a_small_letter_is_told_as_the_capital_one(amp: ModuleType) -> None:

@@ -171,7 +171,7 @@ class _Place(Function):
     @staticmethod
     def forward(ctx: _Context, weight: Tensor) -> Tensor:
         ctx.dtype = weight.dtype
-        return torch.zeros((), device=weight.device).expand(weight.shape)
+        return torch.zeros((), device=weight.device, dtype=torch.float32).expand(weight.shape)
 
     @staticmethod
     def backward(ctx: _Context, grad: Tensor) -> Any:

@@ -42,7 +42,7 @@ def make_tables() -> None:
     # It tries functions on tensors, which must have numbers, wherever the script makes its own.
     with torch._subclasses.fake_tensor.unset_fake_temporarily():
         # torch 2.6 makes no table in a block of `torch.device`
-        has_numbers = not torch.empty(0).is_meta
+        has_numbers = not torch.empty(0, dtype=torch.float32).is_meta
         with contextlib.nullcontext() if has_numbers else torch.device("cpu"):
             for path in _TABLES:
                 with contextlib.suppress(AttributeError):

@@ -48,9 +48,9 @@ def agree(
             every rank.
     """
     flags = [flag.reshape(()).to(device, non_blocking=True) for flag in found_inf]
-    flags = flags or [torch.zeros((), device=device)]
+    flags = flags or [torch.zeros((), device=device, dtype=torch.float32)]
     own = torch.as_tensor(scale, dtype=torch.float32).to(device, non_blocking=True).reshape(())
-    count = torch.full((), float(steps), device=device)
+    count = torch.full((), float(steps), device=device, dtype=torch.float32)
     # The largest of the negatives tells the smallest number: all are equal where it is the largest.
     numbers = torch.stack([torch.stack(flags).amax(), own, -own, count, -count])
     for group in groups:

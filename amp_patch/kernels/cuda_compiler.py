@@ -6,10 +6,11 @@ cupy's RawModule would do both, but with ``-ftz=true``, which cannot be taken ba
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import os
-import tempfile
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -115,13 +116,14 @@ def _cache_folder() -> Path:
 
 def _write(path: Path, code: bytes) -> None:
     """Write a file that is complete or not there: several processes may compile at once."""
+    part = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(code)
-        os.replace(file.name, path)
-    except OSError:
-        return  # a home that cannot be written to: the next process compiles again
+        part.write_bytes(code)
+        part.replace(path)
+    except OSError:  # a home that cannot be written to: the next process compiles again
+        with contextlib.suppress(OSError):
+            part.unlink()
 
 
 def _cuda_headers(major: int) -> Path:

@@ -89,7 +89,7 @@ def _holders(storages: Sequence[torch.UntypedStorage]) -> list[int]:
 
 def _own_holders() -> int:
     """Return what is counted of a memory that a tensor holds, and a pair of `LargeCopies`."""
-    tensor = torch.empty(1, device="cpu")
+    tensor = torch.empty(1, device="cpu", dtype=torch.float32)
     copy = tensor.detach()
     return _holders([copy.untyped_storage()])[0]
 

@@ -79,5 +79,5 @@ def _count_own(tensor: Tensor) -> tuple[int, int]:
 
 
 # Counted here, for Python 3.10 counts an argument twice, and torch 2.6 a storage once less.
-_OWNER = types.SimpleNamespace(field=torch.empty(1, device="cpu"))
+_OWNER = types.SimpleNamespace(field=torch.empty(1, device="cpu", dtype=torch.float32))
 _OWN_USES, _OWN_REFERENCES = _count_own(_OWNER.field)

@@ -113,7 +113,7 @@ class FusedLAMB(Optimizer):
             for param in group["params"]:
                 entry = self.state.get(param)
                 if entry and "step" not in entry:
-                    entry["step"] = torch.tensor(float(steps or 0))
+                    entry["step"] = torch.tensor(float(steps or 0), dtype=torch.float32)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear the gradients, as ``set_grad_none`` says unless told otherwise."""

@@ -19,7 +19,8 @@ class StepCounters:
     def __init__(self) -> None:
         self._steps: list[Tensor] = []
         self._places: list[int] = []
-        self._all = self._one = torch.zeros(0)  # until `gather` sees the first counters
+        # until `gather` sees the first counters
+        self._all = self._one = torch.zeros(0, dtype=torch.float32)
 
     def advance(self, states: Sequence[ParamState]) -> list[Tensor]:
         """Add 1 to each ``state["step"]``, which is replaced where it was not in that memory.

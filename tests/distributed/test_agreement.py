@@ -51,6 +51,17 @@ def test_an_overflow_is_traced_where_no_rank_waits_for_the_second_run_of_another
     assert others_go_on
 
 
+@pytest.mark.parametrize("found", [[], [0.0], [0.0, 1.0]])
+def test_the_flag_is_float32_where_a_script_has_another_default_dtype(found: list[float]) -> None:
+    flags = [torch.full((1,), one, dtype=torch.float32) for one in found]
+    torch.set_default_dtype(torch.float64)
+    try:
+        flag = agreement.agree(flags, [], torch.device("cpu"), 65536.0, 3)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert (flag.dtype, flag.tolist()) == (torch.float32, [max(found, default=0.0)])
+
+
 def test_another_scale_on_one_rank_is_told_of_on_all_with_their_names() -> None:
     for message in ranks.run(agreeing.other_scale):
         assert "1024.0 after 1 steps on rank 0, 2.0 after 1 steps on rank 1" in message

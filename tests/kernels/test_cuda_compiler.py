@@ -99,6 +99,29 @@ def test_what_cannot_be_written_is_compiled_each_time(
     assert len(cuda.nvrtc.options) == 2
 
 
+@linux_only
+def test_nothing_is_left_of_a_file_that_could_not_take_its_place(
+    cuda: Any, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, target: Path) -> None:
+        raise PermissionError(f"{target} is on a share that locks files")
+
+    monkeypatch.setattr(Path, "replace", refuse)
+    machine_code("update_scale.cu", "sm_90")
+    assert list(cache.iterdir()) == []
+
+
+@linux_only
+def test_other_users_of_one_cache_read_what_is_kept(cuda: Any, cache: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        machine_code("update_scale.cu", "sm_90")
+    finally:
+        os.umask(before)
+    (file,) = cache.iterdir()
+    assert file.stat().st_mode & 0o777 == 0o644
+
+
 def test_the_default_cache_is_cupys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUPY_CACHE_DIR", raising=False)
     home = Path(os.path.expanduser("~"))

@@ -253,3 +253,17 @@ def test_a_sparse_gradient_is_refused() -> None:
     )
     with pytest.raises(RuntimeError, match=exactly(message)):
         FusedLAMB([param]).step()
+
+
+def test_steps_that_apex_has_counted_are_exact_whatever_the_default_dtype_is() -> None:
+    param = nn.Parameter(torch.zeros(2))
+    optimizer = FusedLAMB([param])
+    state = optimizer.state_dict()
+    state["param_groups"][0]["step"] = 1001  # bfloat16 has 1000 and 1004
+    state["state"] = {0: {"exp_avg": torch.zeros(2), "exp_avg_sq": torch.zeros(2)}}
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        optimizer.load_state_dict(state)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert optimizer.state[param]["step"].item() == 1001

@@ -56,8 +56,8 @@ def add_rows(rows: Tensor, index: Tensor, dim: int, size: int | None, is_mean: b
 
 def _counts(index: Tensor, size: int, shape: list[int]) -> Tensor:
     """Return how many rows each sum has, at least 1, in a shape that divides the sums."""
-    counts = torch.zeros(size, device=index.device)
-    counts.scatter_add_(0, index, torch.ones(len(index), device=index.device))
+    counts = torch.zeros(size, device=index.device, dtype=torch.float32)
+    counts.scatter_add_(0, index, torch.ones_like(index, dtype=torch.float32))
     return counts.clamp_(min=1).view(shape)
 
 
@@ -102,7 +102,7 @@ def sums_at(rows: Tensor, index: Tensor, counts: Tensor | None, dim: int, size: 
     """
     shape = [*rows.shape]
     shape[dim] = size
-    sums = torch.zeros(shape, device=rows.device)
+    sums = torch.zeros(shape, device=rows.device, dtype=torch.float32)
     for piece, places in _pieces(rows, index, dim):
         places = places.view(_along(dim, rows)).expand_as(piece)
         sums.scatter_add_(dim, places, piece.float())

@@ -51,7 +51,8 @@ def check_levels(device: torch.device) -> list[Outcome]:
     random_state = torch.random.get_rng_state()
     torch.manual_seed(0)
     try:
-        model, inputs, targets = _model(), torch.randn(32, 16), torch.randint(4, (32,))
+        model, inputs = _model(), torch.randn(32, 16, dtype=torch.float32)
+        targets = torch.randint(4, (32,))
         wanted = _update(copy.deepcopy(model).double(), inputs.double(), targets)
         batch = inputs.to(device), targets.to(device)
         return [_test(name, copy.deepcopy(model).to(device), batch, wanted) for name in OPT_LEVELS]

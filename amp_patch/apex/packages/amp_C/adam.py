@@ -155,7 +155,7 @@ def _step(
     count = (
         step.to(device, torch.float32)
         if isinstance(step, Tensor)
-        else torch.full((), float(step), device=device)
+        else torch.full((), float(step), device=device, dtype=torch.float32)
     )
     found_inf = None
     if noop_flag is not None:

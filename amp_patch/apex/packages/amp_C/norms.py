@@ -31,7 +31,8 @@ def multi_tensor_l2norm(
     """
     (tensors,) = columns_of(tensor_lists, 1)
     if not tensors:
-        return torch.zeros(1, device=noop_flag.device), torch.zeros(0, device=noop_flag.device)
+        none = torch.zeros(1, device=noop_flag.device, dtype=torch.float32)
+        return none, none[:0]
     norms = norm_of_each(tensors)
     raise_flag(noop_flag, ~torch.isfinite(norms).all())
     return torch.linalg.vector_norm(norms).reshape(1), norms if per_tensor else norms.new_empty(0)

@@ -302,7 +302,7 @@ class LossScaler:
             self._overflow_buf.fill_(int(overflow))
             return
         value = math.inf if overflow else 0.0
-        grads = [torch.full((1,), value, device=self._overflow_buf.device)]
+        grads = [torch.full((1,), value, device=self._overflow_buf.device, dtype=torch.float32)]
         self.unscale(grads, [grads[0].clone()], self.loss_scale(), models_are_masters=False)
 
     def __getstate__(self) -> dict[str, Any]:

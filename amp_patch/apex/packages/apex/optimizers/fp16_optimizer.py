@@ -56,7 +56,9 @@ class FP16_Optimizer(ScaledOptimizer):
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([tensor.reshape(-1) for tensor in tensors]) if tensors else torch.zeros(0)
+    if not tensors:
+        return torch.zeros(0, dtype=torch.float32)
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
 def _become_views(params: Sequence[Tensor], flat: Tensor) -> None:

@@ -106,7 +106,8 @@ class FusedAdam(MultiTensorOptimizer):
         self.capturable = capturable
         self.master_weights = master_weights
         for group in self.param_groups if capturable else ():
-            group["lr"] = torch.tensor(float(group["lr"]), device=self._device())
+            number = float(group["lr"])
+            group["lr"] = torch.tensor(number, device=self._device(), dtype=torch.float32)
         self._masters: dict[Tensor, Tensor] = {}
 
     @property

@@ -130,7 +130,8 @@ class FusedNovoGrad(MultiTensorOptimizer):
             self._apply(group, lists, norms, step)
             return
         rows = {param: row for row, param in enumerate(owners)}
-        chosen = torch.tensor([rows[param] for param in params], device=norms.device)
+        places = [rows[param] for param in params]
+        chosen = torch.tensor(places, device=norms.device, dtype=torch.int64)
         part = norms[chosen]
         self._apply(group, lists, part, step)
         norms[chosen] = part
@@ -189,7 +190,8 @@ def _known_norms(group: dict[str, Any], place: int, count: int) -> Tensor:
     """
     missing = max(2, place + 1) - len(group.setdefault("exp_avg_sq", []))
     group["exp_avg_sq"] += [None] * missing
-    norms = [torch.zeros(0, device="cpu") if norm is None else norm for norm in group["exp_avg_sq"]]
+    none = torch.zeros(0, device="cpu", dtype=torch.float32)
+    norms = [none.clone() if norm is None else norm for norm in group["exp_avg_sq"]]
     group["exp_avg_sq"] = norms
     lengths = [norm.numel() for norm in norms]
     if lengths[place] == 0 and sum(lengths) == count == max(lengths):

@@ -29,7 +29,7 @@ def scaling_of(
     else:
         found_inf = getattr(optimizer, "found_inf", None)
         scale = getattr(optimizer, "grad_scale", None)
-    ones = torch.ones(1, device=device)
+    ones = torch.ones(1, device=device, dtype=torch.float32)
     inverse = ones if scale is None else scale.to(device).double().reciprocal().float().reshape(1)
     found = 0 * ones if found_inf is None else found_inf.to(device, torch.float32).reshape(1)
     return found, inverse

@@ -22,7 +22,7 @@ class CountedByGroup(GroupUpdate):
 
     def __init__(self) -> None:
         super().__init__()
-        self._all = torch.zeros(0)
+        self._all = torch.zeros(0, dtype=torch.float32)
         self._one_each: list[Tensor] = []
 
     @classmethod
