@@ -199,7 +199,7 @@ def _modules_of(name: str, places: set[str]) -> Iterator[str]:
 
 
 def default_dtypes(tree: ast.Module) -> list[str]:
-    """Tensors made in the dtype that the script has set as its default, which parameters may have."""
+    """Tensors in the dtype that a script has set as its default, as only parameters may be."""
     kept = {
         id(node)
         for call in nodes(tree)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_patch import kernels
+from amp_patch.kernels.getters import VERSION
 from amp_patch.kernels.graph_capture import captures
 from amp_patch.kernels.reusable import Reusable, is_held
 
@@ -35,7 +36,6 @@ _LOOK_EVERY = 17
 _FIRST_PAUSE = 16
 #: `kernels.caster` has one list of what it writes to.
 _LISTS_OF_BULK = 1
-_VERSION = operator.attrgetter("_version")
 _SHAPE = operator.attrgetter("shape")
 
 
@@ -318,7 +318,7 @@ class Bulk:
             entry.version, entry.arrivals = entry.param._version, 0
         for entry in self.entries:
             entry.uses_left = USES[entry.dtype]
-        versions = list(map(_VERSION, self.params))
+        versions = list(map(VERSION, self.params))
         if versions != self._versions:  # fused optimizers do not move them
             self._versions = versions
             for entry, version in zip(self.entries, versions, strict=True):

@@ -7,7 +7,6 @@ else functions of torch. Both have the same names and signatures, in `cuda_kerne
 
 from __future__ import annotations
 
-import operator
 import os
 from collections.abc import Sequence
 
@@ -18,10 +17,10 @@ from amp_patch.warn_once import warn_once
 
 from . import cuda_cross_entropy, cuda_kernels, cuda_module, scaler_state, torch_kernels
 from .dense_rows import forget_splits
+from .getters import IS_CUDA
 from .scaler_state import Rule, ScalerState
 
 _NUMBER = Tensor.get_device
-_IS_CUDA = operator.attrgetter("is_cuda")
 
 
 def unscaler(
@@ -138,12 +137,12 @@ def are_used(sources: Sequence[str], *columns: Sequence[Tensor]) -> bool:
 
 def is_on_cuda(value: object) -> bool:
     """Return whether a value is a tensor, and where kernels may take it."""
-    return isinstance(value, Tensor) and bool(_IS_CUDA(value))
+    return isinstance(value, Tensor) and bool(IS_CUDA(value))
 
 
 def are_on_cuda(tensors: Sequence[Tensor]) -> bool:
     """Return whether all tensors are where kernels may take them; asks for no wish of the user."""
-    return all(map(_IS_CUDA, tensors))
+    return all(map(IS_CUDA, tensors))
 
 
 def _forced() -> str:

@@ -21,6 +21,7 @@ from . import cuda_module
 from .cuda_launch import launch, note_written
 from .cuda_module import THREADS, Argument, Kernel
 from .dense_rows import DenseRows, Part, chosen, layouts
+from .getters import DTYPE
 from .tensor_tables import addresses
 from .without_grad import without_grad
 
@@ -153,7 +154,7 @@ class KernelStep:
         grads, params, weights = columns[0], columns[1], columns[-2]
         of_users = (grads, weights) if 0 not in self.places else (grads, weights, params)
         sizes = [len(group.columns[0]) for group in groups]
-        key = (sizes, list(map(_DTYPE, grads)), layouts(of_users), self._addresses[1:])
+        key = (sizes, list(map(DTYPE, grads)), layouts(of_users), self._addresses[1:])
         if key != self._key or not all(map(operator.is_, params, self.params)):
             self._look_up(params, sizes)
             # The list may be the optimizer's own, which users change in place.
@@ -230,9 +231,6 @@ def _spans(part: Part, sizes: Sequence[int]) -> list[Span]:
     """Return, for groups of these sizes, which of the part's rows are theirs: they are in a row."""
     ends = [bisect.bisect_left(part.rows, end) for end in accumulate(sizes, initial=0)]
     return [Span(begin, end - begin) for begin, end in pairwise(ends)]
-
-
-_DTYPE = operator.attrgetter("dtype")
 
 
 def _are_fp32_between(mix: tuple[str, ...]) -> bool:

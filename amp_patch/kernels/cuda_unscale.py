@@ -7,7 +7,6 @@ Rows that no kernel takes go to torch_kernels.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from itertools import compress
 from typing import Any
@@ -19,6 +18,7 @@ from . import cuda_module, torch_kernels
 from .cuda_launch import launch, note_written
 from .cuda_module import Kernel
 from .dense_rows import DenseRows, Part, Split, chosen, layouts
+from .getters import DTYPE
 from .resident import Resident, scalar
 from .without_grad import without_grad
 
@@ -240,7 +240,7 @@ class Check(Unscale):
             What was found, or None where no kernel takes all of them: nothing was done then.
         """
         # The models are the same at each call, and none of their numbers is read.
-        key = layouts((sources,)), list(map(_DTYPE, sources))
+        key = layouts((sources,)), list(map(DTYPE, sources))
         if self._split is None or key != self._key:
             self._key, self._split = key, self._dense_rows.split_anew(sources, models)
         parts, others = self._split
@@ -260,9 +260,6 @@ class Check(Unscale):
                 note_written(written)
             statistics.append(one)
         return GradCheck(sources, ([], torch_kernels.GradCheck([], [])), statistics)
-
-
-_DTYPE = operator.attrgetter("dtype")
 
 
 def _unscale_others(

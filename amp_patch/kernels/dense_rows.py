@@ -18,12 +18,9 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .cuda_module import DTYPE_NAMES
+from .getters import DEVICE, DTYPE, LAYOUT
 from .tensor_lists import fills_memory
 from .tensor_tables import TensorTable
-
-_DEVICE = operator.attrgetter("device")
-_DTYPE = operator.attrgetter("dtype")
-_LAYOUT = operator.attrgetter("layout")
 
 Mix = tuple[str, ...]
 Kind = tuple[torch.device, Mix]
@@ -125,7 +122,7 @@ def _kinds(
 ) -> tuple[Kind | None, ...]:
     kinds: Iterable[Kind | None]
     if _are_plain(columns):
-        dtypes = zip(*(map(_DTYPE, column) for column in columns), strict=True)
+        dtypes = zip(*(map(DTYPE, column) for column in columns), strict=True)
         kinds = map(_plain_kind, repeat(columns[0][0].device), dtypes)
     else:
         kinds = map(_kind, zip(*columns, strict=True))
@@ -137,7 +134,7 @@ def _kinds(
 def _are_plain(columns: tuple[Sequence[Tensor], ...]) -> bool:
     """Return whether nothing but dtypes tells rows apart, as is most often so."""
     tensors = [*chain(*columns)]
-    if not {*map(type, tensors)} <= {Tensor, Parameter} or len({*map(_DEVICE, tensors)}) != 1:
+    if not {*map(type, tensors)} <= {Tensor, Parameter} or len({*map(DEVICE, tensors)}) != 1:
         return False
     return layouts(columns) == CONTIGUOUS
 
@@ -196,7 +193,7 @@ def layouts(columns: Sequence[Sequence[Tensor | None]]) -> list[Any] | None:
 
 
 def _all_strided(tensors: Sequence[Tensor]) -> bool:
-    return all(map(operator.is_, map(_LAYOUT, tensors), repeat(torch.strided)))
+    return all(map(operator.is_, map(LAYOUT, tensors), repeat(torch.strided)))
 
 
 def _all_contiguous(tensors: Sequence[Tensor | None]) -> bool:

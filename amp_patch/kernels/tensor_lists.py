@@ -5,12 +5,13 @@ Knows nothing of what is done to them.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from .getters import DEVICE, DTYPE, IS_CPU, IS_SPARSE
 
 
 def alike(*lists: Sequence[Tensor]) -> list[tuple[list[Tensor], ...]]:
@@ -41,20 +42,14 @@ def kind_of(row: Sequence[Tensor]) -> Any:
 
 def _is_uniform(tensors: Sequence[Tensor]) -> bool:
     # Most lists are, and this runs several times a step. To compare devices costs most.
-    if len(set(map(_DTYPE, tensors))) > 1:
+    if len(set(map(DTYPE, tensors))) > 1:
         return False
-    return all(map(_IS_CPU, tensors)) or len(set(map(_DEVICE, tensors))) == 1
-
-
-_DTYPE = operator.attrgetter("dtype")
-_DEVICE = operator.attrgetter("device")
-_IS_CPU = operator.attrgetter("is_cpu")
-_IS_SPARSE = operator.attrgetter("is_sparse")
+    return all(map(IS_CPU, tensors)) or len(set(map(DEVICE, tensors))) == 1
 
 
 def dense(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return the `values` of each tensor; the list itself where all are dense and real."""
-    if any(map(_IS_SPARSE, tensors)) or any(map(Tensor.is_complex, tensors)):
+    if any(map(IS_SPARSE, tensors)) or any(map(Tensor.is_complex, tensors)):
         return [values(tensor) for tensor in tensors]
     return tensors
 

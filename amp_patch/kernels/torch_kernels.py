@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from .getters import IS_CPU, IS_SPARSE
 from .looks import are_nonfinite
 from .tensor_lists import alike, kind_of, values
 from .torch_comparison import Comparison
@@ -47,9 +48,6 @@ __all__ = [
     "norms_of",
     "values",
 ]
-
-_IS_CPU = operator.attrgetter("is_cpu")
-_IS_SPARSE = operator.attrgetter("is_sparse")
 
 
 class Flags(Protocol):
@@ -184,7 +182,7 @@ class Unscale:
         self, sources: Sequence[Tensor], targets: Sequence[Tensor], are_dense: bool
     ) -> list[tuple[list[Tensor], list[Tensor]]]:
         """Return the numbers of sources and targets, in a pair of lists for each kind."""
-        if self._any_complex or (not are_dense and any(map(_IS_SPARSE, sources))):
+        if self._any_complex or (not are_dense and any(map(IS_SPARSE, sources))):
             sources, targets = list(map(values, sources)), list(map(values, targets))
         else:
             sources, targets = list(sources), list(targets)
@@ -291,7 +289,7 @@ def accumulate(targets: Sequence[Tensor], others: Sequence[Tensor]) -> None:
 
     One for all on a CPU, where torch adds one after the other.
     """
-    if targets and all(map(_IS_CPU, targets)):
+    if targets and all(map(IS_CPU, targets)):
         torch._foreach_add_(list(targets), list(others))
         return
     for ours, theirs in alike(targets, others):

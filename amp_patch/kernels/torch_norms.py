@@ -6,7 +6,6 @@ The norm of half gradients is taken in fp32, for their squares would overflow.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Sequence
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 from amp_patch.levels import HALVES
 
 from .default_device import without_default_device
+from .getters import IS_CPU, IS_SPARSE
 from .looks import is_large, largest
 from .tensor_lists import alike, dense, values
 from .without_grad import without_grad
@@ -83,7 +83,7 @@ def norms_of(grads: Sequence[Tensor], norm_type: float) -> list[Tensor]:
     if norm_type == math.inf and any(map(is_large, grads)):
         every = (grad for grad in grads if values(grad).numel() > 0)
         return [largest(one) if is_large(one) else _norm(one, norm_type) for one in every]
-    if not any(map(_IS_SPARSE, grads)):
+    if not any(map(IS_SPARSE, grads)):
         groups = alike([grad for grad in grads if grad.numel() > 0])
         if len(groups) == 1:  # else they would come in another order
             (group,) = groups[0]
@@ -109,7 +109,7 @@ def combined(norms: Sequence[Tensor], norm_type: float) -> Tensor:
 
 @without_default_device
 def _norm_of_norms(norms: Sequence[Tensor], norm_type: float) -> Tensor:
-    if not all(map(_IS_CPU, norms)):
+    if not all(map(IS_CPU, norms)):
         norms = [norm.to(norms[0].device) for norm in norms]
     total: Tensor = torch.linalg.vector_norm(torch.stack(list(norms)), norm_type)
     return total
@@ -122,7 +122,3 @@ def _norm(grad: Tensor, norm_type: float) -> Tensor:
         grad = grad.to(dtype).coalesce().values()
     norm: Tensor = torch.linalg.vector_norm(grad, norm_type, dtype=dtype)
     return norm
-
-
-_IS_CPU = operator.attrgetter("is_cpu")
-_IS_SPARSE = operator.attrgetter("is_sparse")

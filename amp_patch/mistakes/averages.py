@@ -7,7 +7,6 @@ models in half and their fp32 values; no optimizer.
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_patch.casting.mode import HALVES, mode
+from amp_patch.kernels.getters import DTYPE
 from amp_patch.weights.fp32_values import FP32Values
 
 _CLASS = "torch.optim.swa_utils.AveragedModel"
@@ -102,7 +102,7 @@ def _lerp_each(original: Callable[..., Any]) -> Callable[..., Any]:
     def lerp_each(  # by torch's names
         self: Sequence[Tensor], tensors1: Sequence[Tensor], *args: Any, **kwargs: Any
     ) -> Any:
-        if list(map(_DTYPE, self)) != list(map(_DTYPE, tensors1)):
+        if list(map(DTYPE, self)) != list(map(DTYPE, tensors1)):
             tensors1 = list(map(_widened, self, tensors1))
         return original(self, tensors1, *args, **kwargs)
 
@@ -114,7 +114,6 @@ def _widened(mean: Tensor, weight: Tensor) -> Tensor:
     return weight.float() if mean.dtype is torch.float32 and weight.dtype in HALVES else weight
 
 
-_DTYPE = operator.attrgetter("dtype")
 #: What is replaced while a model is stored in half: path -> what makes the replacement.
 OF_HALVES: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("torch.Tensor.lerp", "torch.lerp"), _lerp),

@@ -6,12 +6,13 @@ An optimizer that reads half gradients itself needs no fp32 ones in memory. Whoe
 
 from __future__ import annotations
 
-import operator
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor, nn
+
+from amp_patch.kernels.getters import DEVICE
 
 from .parameter_lists import (
     are_none,
@@ -128,12 +129,9 @@ class LazyGradients:
 
 def _beside(params: Sequence[Tensor], grads: list[Tensor]) -> list[Tensor]:
     """Return gradients on the devices of their masters, which follow a moved model in a step."""
-    if list(map(_DEVICE, params)) == list(map(_DEVICE, grads)):
+    if list(map(DEVICE, params)) == list(map(DEVICE, grads)):
         return grads
     return [grad.to(param.device) for param, grad in zip(params, grads, strict=True)]
-
-
-_DEVICE = operator.attrgetter("device")
 
 
 class LazyGradParameter(nn.Parameter):

@@ -6,7 +6,6 @@ Knows the optimizer's groups and its state; not which of the two follows the oth
 from __future__ import annotations
 
 import contextlib
-import operator
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -17,6 +16,7 @@ from torch.optim import Optimizer
 
 from amp_patch.casting.mode import HALVES
 from amp_patch.distributed.shards import is_spread, local, same_numbers, set_data, version_of
+from amp_patch.kernels.getters import VERSION
 
 from .followed_memory import FollowedMemory
 from .fp32_values import FP32Values
@@ -31,8 +31,6 @@ from .parameter_lists import (
 )
 from .stepped_state import SteppedState
 from .versions import Versions
-
-_VERSION = operator.attrgetter("_version")
 
 
 class MasterPairs:
@@ -174,11 +172,11 @@ class MasterPairs:
 
     def master_versions(self) -> list[int]:
         """Return what `version_of` does of each master."""
-        return look_up(version_of if self.are_spread else _VERSION, self.masters)
+        return look_up(version_of if self.are_spread else VERSION, self.masters)
 
     def half_versions(self) -> list[int]:
         """Return what `FP32Values.version_of` does of each half parameter."""
-        versions = look_up(version_of if self.are_spread else _VERSION, self.params)
+        versions = look_up(version_of if self.are_spread else VERSION, self.params)
         writes = self._values.writes
         if not writes:  # else of a few, in all steps to come
             return versions
