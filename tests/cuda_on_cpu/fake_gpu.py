@@ -25,7 +25,7 @@ class Gpu:
         self.modules = EmulatedModules(config)
         self.on_cpu: list[Tensor] = []
         monkeypatch.setattr(cuda_module, "modules", self.modules)
-        monkeypatch.setattr(choice, "_IS_CUDA", self.is_cuda)
+        monkeypatch.setattr(choice, "IS_CUDA", self.is_cuda)
         warn_once.reset()
         monkeypatch.setattr(torch.version, "cuda", "13.0")
         monkeypatch.setattr(KeptWrappers, "get", made_anew)  # by what a build has

@@ -10,7 +10,9 @@ ATTRIBUTES = {
     "DTYPE": "dtype",
     "GRAD": "grad",
     "IS_CPU": "is_cpu",
+    "IS_CUDA": "is_cuda",
     "IS_SPARSE": "is_sparse",
+    "LAYOUT": "layout",
     "VERSION": "_version",
 }
 
