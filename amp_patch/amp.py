@@ -29,6 +29,7 @@ from .debug.trace import tracer
 from .distributed.norms import clip_by_norm
 from .distributed.process_groups import StepRanks
 from .initialization import initialize_at
+from .mistakes.clipping import refuse_infinite_norm
 from .optimizers.groups import params_of
 from .requested_level import Resolved
 from .scaling import loss_scaler
@@ -317,8 +318,9 @@ def _shown_masters(optimizer: Optimizer) -> Iterator[Tensor]:
 def clip_grad_norm_(
     optimizer: Optimizer,
     max_norm: float,
-    *,
     norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    *,
     process_group: ProcessGroup | None = None,
 ) -> Tensor:
     """Clip the unscaled gradients of an optimizer to a total norm, in place.
@@ -331,6 +333,8 @@ def clip_grad_norm_(
         optimizer: as `initialize` returned it, or any other.
         max_norm: the largest norm allowed, in units of the unscaled gradients.
         norm_type: the p of the p-norm; ``float("inf")`` for the largest magnitude.
+        error_if_nonfinite: as torch's: raise where the norm is inf or NaN, for which the device is
+            waited for. An overflow, whose step is skipped, is no error otherwise.
         process_group: of ranks that each hold another part of the model (the stages of a pipeline),
             whose gradients are taken together. All of them must call this.
 
@@ -340,7 +344,7 @@ def clip_grad_norm_(
     Raises:
         TypeError: not one optimizer, a norm that is no number, or no process group.
         ValueError: a negative norm or NaN.
-        RuntimeError: the gradients are still scaled (``delay_unscale``).
+        RuntimeError: the gradients are still scaled (``delay_unscale``), or ``error_if_nonfinite``.
     """
     arguments.optimizer_of(optimizer, "amp.clip_grad_norm_()", ", max_norm")
     optimizer = session.optimizers.originals_of(optimizer)
@@ -353,6 +357,8 @@ def clip_grad_norm_(
     else:
         step.backward.refuse_scaled("amp.clip_grad_norm_()")
         total = step.backward.clip(max_norm, norm_type, stages)
+    if error_if_nonfinite and not torch.isfinite(total):
+        refuse_infinite_norm([] if step is None else [step.backward])
     session.observers.clipped(optimizer, total)
     return total
 

@@ -73,7 +73,9 @@ APEX = {
     "summary": {},
     "step_was_skipped": {"optimizer": ...},
     "loss_scale": {"loss_id": None},
-    "clip_grad_norm_": {"optimizer": ..., "max_norm": ...},
+    "clip_grad_norm_": {
+        "optimizer": ..., "max_norm": ..., "norm_type": 2.0, "error_if_nonfinite": False,
+    },
     "half_region": {},
     "float_region": {},
 }  # fmt: skip
@@ -597,6 +599,27 @@ def test_a_norm_that_is_never_reached_is_told_and_clips_nothing(
     torch.testing.assert_close(norm.double(), exact, rtol=2e-3, atol=0)
     for param, grad in zip(amp.master_params(optimizer), grads, strict=True):
         assert torch.equal(param.grad, grad)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_overflow_is_an_error_of_a_norm_where_the_call_says_so(
+    amp: ModuleType, level: str
+) -> None:
+    model, optimizer = amp.initialize(*make(), opt_level=level, loss_scale=128.0, verbosity=0)
+    plain = SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    for factor in (1.0, torch.inf):
+        with amp.scale_loss(model(torch.randn(4, 4)).float().sum() * factor, optimizer) as loss:
+            loss.backward()
+        plain.param_groups[0]["params"][0].grad = torch.ones(2) * factor
+        for one, mend in ((optimizer, "as an overflow leaves it"), (plain, "for which no step is")):
+            if factor == 1.0:
+                assert amp.clip_grad_norm_(one, 1.0, 2.0, error_if_nonfinite=True) > 0.1
+            else:
+                with pytest.raises(RuntimeError, match=f"one that is not, {mend}"):
+                    amp.clip_grad_norm_(one, 1.0, error_if_nonfinite=True)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert amp.step_was_skipped(optimizer)
 
 
 # --- scale_loss and what goes with it ---

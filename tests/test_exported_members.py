@@ -40,7 +40,7 @@ OWN_CALLS = {
     "loss_scale": "loss_id=None",
     "overflow_report": "",
     "summary": "",
-    "clip_grad_norm_": "optimizer, max_norm",
+    "clip_grad_norm_": "optimizer, max_norm, norm_type=2.0, error_if_nonfinite=False",
     "register_library_function": "module, name",
     "register_forward_method": "cls, name",
     "half_region": "",

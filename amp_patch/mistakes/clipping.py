@@ -86,7 +86,7 @@ def _clipping(
                 result = clip_all(stepped, *args, **kwargs)
             except RuntimeError as error:
                 if owners and "non-finite" in str(error):
-                    _refuse_infinite_norm(owners, error)
+                    refuse_infinite_norm(owners, error)
                 raise
         _note(stepped, owners, others)
         return result
@@ -229,12 +229,12 @@ def _clip_parts(
         grads, float(max_norm), float(norm_type), ranks, device=device, whole=whole
     )
     if error_if_nonfinite and not torch.isfinite(total):
-        _refuse_infinite_norm(owners, None)
+        refuse_infinite_norm(owners)
     return total
 
 
-def _refuse_infinite_norm(
-    owners: Sequence[OptimizerBackward], cause: RuntimeError | None
+def refuse_infinite_norm(
+    owners: Sequence[OptimizerBackward], cause: RuntimeError | None = None
 ) -> NoReturn:
     """Raise for ``error_if_nonfinite=True``, which knows of no loss scale."""
     for check in {check for one in owners for check in one.skip.pending}:

@@ -81,7 +81,7 @@ def gpu_without_kernels() -> Iterator[NoLaunches]:
     modules = NoLaunches()
     replaced: list[tuple[Any, str, Any]] = [
         (cuda_module, "modules", modules),
-        (choice, "_IS_CUDA", operator.attrgetter("is_cpu")),
+        (choice, "IS_CUDA", operator.attrgetter("is_cpu")),
         (loss_scaling, "RUNS_AHEAD", {"cpu"}),
         (torch.version, "cuda", "13.0"),
         (torch.cuda, "is_available", lambda: True),
