@@ -390,8 +390,13 @@ class Gradients:
         else:
             self._buffers.copy_back(taken.halves, taken.check.grads)
 
-    def finish(self, taken: TakenPass) -> None:
-        """End a pass: those set aside are back at parameters that got none."""
+    def finish(self, taken: TakenPass, left: Iterable[Tensor] = ()) -> None:
+        """End a pass: those set aside are back at parameters that got none.
+
+        Args:
+            taken: the pass.
+            left: half gradients that it has not reached, and that were not set aside for it.
+        """
         if taken.given is not None:
             params = taken.given.model
             halves: list[Any] = look_up(GRAD, params)  # another optimizer may have rounded into new
@@ -399,7 +404,7 @@ class Gradients:
             if not self._received:
                 # What was set aside goes back where this pass wrote none. If a step has used it, it
                 # goes on counting as used.
-                aside = self._aside.grads
+                aside = [*self._aside.grads, *left]
                 self._used.begin(self._used.among(aside) if aside else (), are_older=True)
             self._used.add(references)
             stored: Iterable[Any] = ()
@@ -410,8 +415,14 @@ class Gradients:
 
     @without_default_device
     def follow_clipping(self, pairs: ParamPairs) -> None:
-        """The gradients of these masters were clipped: those of half parameters are, too."""
-        if self._received and self._lazy is None:
+        """The gradients of these masters were clipped: those of half parameters are, too.
+
+        Not where a fused step reads these: what masters have stored is then as if written to.
+        """
+        if self._lazy is not None:
+            for master in pairs.master:
+                self._own.note_written(master)
+        elif self._received:
             if replaced := round_into_halves(pairs):
                 self._used.add(map(weakref.ref, replaced))
             self._received.note_again(pairs.model)
@@ -431,7 +442,9 @@ class Gradients:
         were_shown = bool(self._received)
         left = self.outside.left(pairs)
         if left is not None:
-            self.finish(self.receive(left, None))
+            used = self._used.unwritten()
+            grads = set(map(id, look_up(STORED_GRAD, pairs.model))) if used else ()
+            self.finish(self.receive(left, None), [one for one in used if id(one) in grads])
             self.outside.was_last = True
             if were_shown:
                 self.outside.note_shown(pairs)

@@ -56,7 +56,8 @@ class OutsidePasses:
         Args:
             pairs: of the optimizer.
         """
-        if self._received and not self._take_back(pairs):
+        is_changed = bool(self._received) and not self._received.are_untouched()
+        if is_changed and not self._take_back(pairs):
             return None
         not_new = {id(grad) for grad in (*self._used.unwritten(), None)}
         given = pairs.select(
@@ -75,13 +76,11 @@ class OutsidePasses:
         what it wants stepped.
 
         Returns:
-            Whether there is something to receive.
+            Whether it did.
         """
         rows = [row for row in pairs.halves() if stored_grad(row[1]) is not None]
         if not all(self._own.has(master) for _, master in rows):
             self._unused.tell(pairs)
-            return False
-        if self._received.are_untouched():
             return False
         for param, master in rows:
             rest = None if stored_grad(param) is None else self._own.sums.get(id(master))
@@ -95,10 +94,14 @@ class OutsidePasses:
         self._received.clear()
 
     def note_shown(self, pairs: ParamPairs) -> None:
-        """A script gets the masters before their step: a further backward outside may follow."""
+        """A script gets the masters before their step: a further backward outside may follow.
+
+        What it wrote to a gradient that was shown before stays its own.
+        """
         if self.was_last:
             for master in pairs.master:
-                self._own.note(master)
+                if not self._own.has_stored(master):
+                    self._own.note(master)
 
     def give_back_written(self, pairs: ParamPairs) -> None:
         """Give half parameters, rounded, what a script wrote to their masters' gradients.

@@ -58,6 +58,12 @@ class OwnGradients:
         if grad is not None:
             self._noted[id(master)] = TensorWeakRef(grad), self._version(grad)
 
+    def note_written(self, master: Tensor) -> None:
+        """Note that a script has written to the gradient that is stored at a master, if any."""
+        grad = stored_grad(master)
+        if grad is not None:
+            self._noted[id(master)] = TensorWeakRef(grad), self._version(grad) - 1
+
     def has(self, master: Tensor) -> bool:
         """Return whether a master's gradient was noted, and only autograd has added to it since."""
         reference, version = self._noted.get(id(master), (None, 0))

@@ -746,13 +746,25 @@ def step_and_clear(model, optimizer):
     optimizer.zero_grad()
 
 
+def backward_to_twos(output):
+    (output.float() - 2.0).square().mean().backward()
+
+
+def backward_of_first(model):
+    backward_to_twos(model[0](X.to(model[0].weight.dtype)))
+
+
+def backward_of_last(model):
+    backward_to_twos(model[2](model[:2](X.to(model[0].weight.dtype)).detach()))
+
+
 CLIP = torch.nn.utils.clip_grad_norm_
 #: What a script may do from one step to the next; masters are the model's own in float32.
 ACTIONS = {
-    "backward": lambda model, optimizer, masters: backward(model),
-    "backward of a part": lambda model, optimizer, masters: (
-        model[2](model[:2](X.to(model[0].weight.dtype)).detach()).float().square().mean().backward()
-    ),
+    "backward": lambda model, optimizer, masters: backward_to_twos(model(X)),
+    "backward of the last": lambda model, optimizer, masters: backward_of_last(model),
+    "backward of the first": lambda model, optimizer, masters: backward_of_first(model),
+    "halve the masters'": lambda model, optimizer, masters: halve(masters()),
     "clip the model's": lambda model, optimizer, masters: CLIP(model.parameters(), 0.3),
     "clip the masters'": lambda model, optimizer, masters: CLIP(masters(), 0.2),
     "read": lambda model, optimizer, masters: [param.grad for param in masters()],
@@ -765,14 +777,18 @@ ACTIONS = {
 }
 
 
+@pytest.mark.parametrize("fused_step", [False, True])
 @pytest.mark.parametrize("opt_level", WITH_MASTERS)
-def test_what_a_script_clips_and_clears_by_hand_is_as_in_plain_pytorch(amp, opt_level):
-    model, optimizer = start(amp, opt_level, loss_scale=1.0)
+def test_what_a_script_clips_and_clears_by_hand_is_as_in_plain_pytorch(amp, opt_level, fused_step):
+    model, optimizer = start(amp, opt_level, loss_scale=1.0, fused_step=fused_step)
 
     @given(names=st.lists(st.sampled_from(sorted(ACTIONS)), max_size=8))
     @example(names=["backward", "clip the model's", "clear", "backward"])
     @example(names=["backward", "clip the masters'", "clear a part", "backward"])
     @example(names=["backward", "clip the model's", "zero", "backward"])
+    @example(names=["backward of the first", "read", "backward of the last"])
+    @example(names=["backward", "halve the masters'", "read", "clear a part"])
+    @example(names=["backward", "clip the model's", "read", "clear a part"])
     def run(names):
         plain, plain_optimizer = float32_twin(amp, model, optimizer)
         for name in [*names, "step"]:
@@ -782,3 +798,25 @@ def test_what_a_script_clips_and_clears_by_hand_is_as_in_plain_pytorch(amp, opt_
         torch.testing.assert_close(found, values(plain.parameters()), rtol=2e-2, atol=5e-3)
 
     run()
+
+
+@pytest.mark.parametrize("fused_step", [False, True])
+@pytest.mark.parametrize("opt_level", WITH_MASTERS)
+def test_a_backward_adds_to_what_masters_were_given_in_the_place_of_what_was_cleared(
+    amp, opt_level, fused_step
+):
+    model, optimizer = start(amp, opt_level, loss_scale=1.0, fused_step=fused_step)
+    plain, plain_optimizer = float32_twin(amp, model, optimizer)
+    for one, of, stepped in (
+        (model, optimizer, list(amp.master_params(optimizer))),
+        (plain, plain_optimizer, list(plain.parameters())),
+    ):
+        backward_to_twos(one(X))
+        CLIP(one.parameters(), 0.3)
+        clear(one.parameters())
+        for param in stepped:
+            param.grad = torch.full_like(param, 0.5)
+        backward_to_twos(one(X))
+        of.step()
+    found = values(amp.master_params(optimizer))
+    torch.testing.assert_close(found, values(plain.parameters()), rtol=2e-2, atol=5e-3)

@@ -50,6 +50,20 @@ def test_a_gradient_that_a_script_has_given_is_not_own_and_a_noted_one_is() -> N
     assert not own.sums
 
 
+def test_a_noted_write_is_one_until_the_gradient_is_another() -> None:
+    master, own = torch.ones(2, requires_grad=True), OwnGradients()
+    own.watch(master)
+    own.note_written(master)  # there is none yet
+    master.sum().backward()
+    own.note(master)
+    own.note_written(master)
+    master.sum().backward()
+    assert (own.has(master), own.has_stored(master)) == (False, True)
+    master.grad = None
+    master.sum().backward()
+    assert own.has(master)
+
+
 def test_what_autograd_adds_to_a_part_of_one_memory_is_no_write_to_the_others() -> None:
     """Those parts have one version."""
     own, masters = watched(3, torch.zeros(3, 3))
