@@ -83,6 +83,7 @@ REASONS = {
     "outside": "it hands on what layers inside of a model return, to layers that are no part of it",
     "parts": "a function that is made of others in this table",
     "power": "casts of vectors that change in each call take longer than products with them",
+    "sampled": "it refuses two dtypes, and torch has a half kernel for it on no device",
     "spectra": "torch has no half kernel for it, but on a GPU for sizes that are powers of two",
     "sparse": "it refuses two dtypes, and half matrices in rows on the CPU",
     "tiny": "a constant that keeps it from dividing by zero, 1e-30 or 1e-12, is zero in float16",
@@ -260,6 +261,7 @@ RULES = {
         "addmm": ("half", "cpu", "sparse"),
         "log_softmax": ("float", "always", "sparse"),
         "mm": ("half", "cpu", "sparse"),
+        "sampled_addmm": ("half", "always", "sampled"),
         "softmax": ("float", "always", "sparse"),
     },
     "torch.linalg": {

@@ -330,6 +330,37 @@ def test_a_sparse_matrix_takes_features_of_another_dtype(
     assert torch.allclose(model.layer.weight.grad.float(), grad, rtol=0.02, atol=0.05)
 
 
+class Scoring(Propagating):
+    """Scores of edges: products of the features at their ends, beside what the matrix has."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        scores = torch.sparse.sampled_addmm(self.matrix[0], x, x.T, beta=0.5)
+        SEEN.append((scores.dtype,))
+        return scores.to_dense()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+def test_scores_of_edges_take_features_of_another_dtype_than_the_matrix(
+    amp: ModuleType, level: str
+) -> None:
+    torch.manual_seed(0)
+    matrix, x = torch.rand(3, 3).round().to_sparse_csr(), torch.randn(3, 4)
+    model = Scoring(matrix)
+    exact = Scoring(matrix.double()).double()
+    exact.load_state_dict(model.state_dict())
+    expected = exact(x.double())
+    expected.square().sum().backward()
+    amp.initialize(model, opt_level=level, verbosity=0)
+    found = model(x)
+    assert SEEN[-1] == (HALF_OF.get(level, F32),)
+    found.float().square().sum().backward()
+    assert torch.allclose(found.double(), expected, rtol=0.02, atol=0.02)
+    grad = exact.layer.weight.grad
+    assert torch.allclose(model.layer.weight.grad.double(), grad, rtol=0.02, atol=0.05)
+
+
 class ZeroRows(nn.Module):
     """Divides by the lengths of rows, of which one is zero."""
 
