@@ -22,6 +22,7 @@ from amp_patch.patching import stood_for
 from amp_patch.warn_once import warn_once
 
 from . import fused_loss
+from .added_values import adding_in_float32
 from .argument_casts import (
     dtypes_in,
     float_on_cpu,
@@ -332,6 +333,7 @@ def _asks_for_dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 def _promoting(original: Function) -> Function:
     """Wrap a function that takes one dtype only: mixed arguments become fp32."""
+    original = adding_in_float32(original)
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:

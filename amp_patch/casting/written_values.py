@@ -4,7 +4,8 @@
 functions cast (O1, O4), and in a model that is stored in half (O2, O3, O5), a script that was right
 in float32 meets two: ``out`` is of ``torch.zeros``, and ``y`` of a product. So the values are cast,
 as torch itself does it for ``out[2:4] = y`` and ``out.copy_(y)``. torch.autocast leaves such a
-write to fail. A number comes within the range, see `half_numbers`. Knows the mode of the thread,
+write to fail. A number comes within the range, see `half_numbers`, and what is added to half values
+is added up in float32, see `added_values`. Knows the mode of the thread,
 and nothing of the rules of functions.
 """
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
+from .added_values import adding_in_float32
 from .argument_casts import to_dtype
 from .half_numbers import within
 from .mode import FLOATS, HALVES, casts_are_on, mode
@@ -75,7 +77,8 @@ def replacements_for_half() -> dict[str, Callable[[Function], Function]]:
     return {**replacements(), **dict.fromkeys(ruled, _casting)}
 
 
-def _casting(original: Function) -> Function:
+def _casting(torchs: Function) -> Function:
+    original = adding_in_float32(torchs)
     values_at = 1 if original.__name__ in _PRODUCTS else -1  # else places come before them
     is_set = original.__name__ == "__setitem__"
 
@@ -91,7 +94,7 @@ def _casting(original: Function) -> Function:
             # first, as most often: in the tensor's own dtype
             and (_stays(args[2], found) or (is_set and _is_copied(*args)))
         ):
-            return original(*args)
+            return torchs(*args)  # which adds nothing: that takes more arguments
         named = [value for value in kwargs.values() if isinstance(value, Tensor)]
         values = (*args[values_at:], *named)
         if len(args) > 1 and all(
@@ -112,7 +115,7 @@ def _casting(original: Function) -> Function:
         return original(*args, **kwargs)
 
     replacement: Any = write
-    replacement.__prepare_scriptable__ = lambda: original  # TorchScript casts nothing
+    replacement.__prepare_scriptable__ = lambda: torchs  # TorchScript casts nothing
     return write
 
 
