@@ -286,3 +286,27 @@ def test_attention_to_thousands_of_neighbours_is_that_of_float64(
     found = activate(amp, level, model.float())(x, sources, targets)[0]
     error = (found.double() - expected).norm() / expected.norm()
     assert error < 4 * torch.finfo(HALF_OF[level]).eps
+
+
+#: What the documentation says to write for ``h[ids]``, whose gradient autograd adds up in half.
+LOOKUPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "index_select": lambda h, ids: h.index_select(0, ids),
+    "in float32": lambda h, ids: h.float()[ids].to(h.dtype),
+}
+
+
+@pytest.mark.parametrize("lookup", LOOKUPS)
+@pytest.mark.parametrize("level", ["O1", "O5"])
+def test_a_lookup_as_is_documented_has_the_gradient_of_float64(
+    amp: ModuleType, level: str, lookup: str
+) -> None:
+    table = tensors(HALF_OF[level])[0].detach()[:, None].requires_grad_()
+    weights = torch.rand(MANY, 1).to(table.dtype)
+
+    def gradient() -> Tensor:
+        return torch.autograd.grad(LOOKUPS[lookup](table, INDEX), table, weights)[0]
+
+    found = inside(amp, level, gradient)
+    exact = torch.zeros(PLACES, 1, dtype=torch.float64).index_add(0, INDEX, weights.double())
+    assert found.dtype is table.dtype
+    torch.testing.assert_close(found.double(), exact, rtol=torch.finfo(table.dtype).eps, atol=0)
