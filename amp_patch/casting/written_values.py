@@ -54,6 +54,8 @@ _WRITES_TO_A_COPY = (
 )
 #: The same, of which functions have a rule where they cast.
 _RULED = ("index_put", "scatter_add")
+#: What is multiplied by, and not written: a product is to be within the range, not its factors.
+_FACTORS = frozenset({"alpha", "beta"})
 _NUMBERS = (int, float)  # no union: torch 2.6 compiles none
 #: Of which kinds the parts of a place are that is a view of the tensor.
 _OF_VIEWS = frozenset({int, slice, type(None), type(...)})
@@ -111,7 +113,10 @@ def _casting(torchs: Function) -> Function:
                 break
         if found in HALVES:  # a number after the place that it is written to
             args = (*args[:2], *[within(value, found) for value in args[2:]])
-            kwargs = {key: within(value, found) for key, value in kwargs.items()}
+            kwargs = {
+                key: value if key in _FACTORS else within(value, found)
+                for key, value in kwargs.items()
+            }
         return original(*args, **kwargs)
 
     replacement: Any = write

@@ -59,12 +59,15 @@ class ClearedGradients:
         if cleared.isdisjoint(own):
             return
         self.note()
-        if own <= cleared and not self._current.is_open:
+        is_whole = own <= cleared and not self._current.is_open
+        if is_whole:
             self._skip.note_cleared()
         self._foreign.drop(cleared)
         # what waits for a further block is at no master yet; else `follow` comes after it
         if self._current.is_open or self._gradients.scaled.scale is not None:
             self._gradients.clear(pairs, cleared)
+            if is_whole:
+                self._gradients.scaled.forget()  # zeros have no scale
         elif not have_none(pairs.master):
             self._gradients.clear_given(pairs, cleared)
 

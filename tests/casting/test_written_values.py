@@ -308,3 +308,14 @@ def test_a_model_of_pieces_trains_as_in_float32(
     assert exact[-1] < exact[0]
     found = losses_of(model, loss_of, amp, backend=backend, opt_level=level)
     assert found == pytest.approx(exact, rel=0.03)
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_a_factor_is_no_value_that_is_written(amp: ModuleType, level: str) -> None:
+    """1e-8 is no number of float16, but its product with what is added is."""
+    amp.initialize(nn.Linear(1, 1), opt_level=level, verbosity=0)
+    at, large = torch.tensor([0, 1]), torch.full((2, 2), 6e4)
+    added = torch.zeros(2, 2).half().index_add_(0, at, large, alpha=1e-8)
+    product = torch.zeros(2, 2).half().addmm_(large / 600, large / 600, alpha=1e-8)
+    assert added.tolist() == torch.full((2, 2), 6e-4).half().tolist()
+    assert product.tolist() == torch.full((2, 2), 2e-4).half().tolist()

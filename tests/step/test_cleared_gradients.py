@@ -69,6 +69,27 @@ def test_a_model_that_clears_in_place_clears_what_came_before_a_delayed_block(
     assert param.grad.tolist() == [[1.0, 1.0]]
 
 
+@pytest.mark.filterwarnings("ignore:at a level with a loss scale every loss")
+@pytest.mark.filterwarnings("ignore:gradients must last until the step")
+@pytest.mark.parametrize("set_to_none", [False, True])
+@pytest.mark.parametrize(("level", "fused_step"), [("O1", False), ("O2", False), ("O2", True)])
+def test_a_plain_backward_adds_to_the_zeros_of_what_waited_for_a_block(
+    amp: ModuleType, level: str, fused_step: bool, set_to_none: bool
+) -> None:
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = SGD(model.parameters(), lr=0.5)
+    options = {"verbosity": 0, "loss_scale": 8.0, "fused_step": fused_step}
+    amp.initialize(model, optimizer, opt_level=level, **options)
+    before = model.state_dict()["weight"].clone()
+    loss = model(torch.ones(1, 2)).float().sum()
+    with amp.scale_loss(loss * 16.0, optimizer, delay_unscale=True) as scaled_loss:
+        scaled_loss.backward()
+    model.zero_grad(set_to_none=set_to_none)
+    model(torch.ones(1, 2)).float().sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(model.state_dict()["weight"], before - 0.5, rtol=0, atol=1e-3)
+
+
 def clear_by_hand(model: nn.Module, optimizer: Optimizer) -> None:
     for param in model.parameters():
         param.grad = None
