@@ -48,10 +48,14 @@ class _LastCast(threading.local):
     """
 
     def __init__(self) -> None:
-        self.entry: tuple[Any, ...] = (_nothing, _nothing, None, 0, 0, None)
+        self.entry = _NO_CAST
         self.uses_left = 0
+        _of_threads[threading.get_ident()] = vars(self)
 
 
+_NO_CAST: tuple[Any, ...] = (_nothing, _nothing, None, 0, 0, None)
+#: What each thread has in `_last`, by its number, which another one gets when it has ended.
+_of_threads: dict[int, dict[str, Any]] = {}
 _last = _LastCast()
 
 
@@ -107,6 +111,12 @@ def new_cast(source: Tensor, dtype: torch.dtype) -> Tensor:
         _last.entry = (weakref.ref(source), weakref.ref(cast), dtype, *state, forwards)
         _last.uses_left = USES[dtype]
     return cast
+
+
+def forget() -> None:
+    """Let no thread use its last cast again: something was written that moves no version."""
+    for last in list(_of_threads.values()):
+        last["entry"] = _NO_CAST
 
 
 def is_recorded() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -26,7 +27,7 @@ Program = list[tuple[str, int]]
 
 @pytest.fixture(autouse=True)
 def forget_last() -> None:
-    shared_casts._last.__init__()
+    shared_casts.forget()
 
 
 class Run:
@@ -313,3 +314,13 @@ def test_a_cast_from_before_a_gradient_is_asked_for_is_not_shared(amp: ModuleTyp
     x = torch.ones(1, 2)
     (grad,) = torch.autograd.grad(model(x).float().sum(), x)
     torch.testing.assert_close(grad[0], model.layers[1].weight.sum(0), rtol=1e-2, atol=1e-2)
+
+
+def test_what_one_thread_writes_without_a_version_no_other_takes_from_its_last_cast() -> None:
+    source = torch.ones(2, requires_grad=True) * 1
+    kept = shared_cast(source, HALF)
+    assert shared_cast(source, HALF) is kept
+    other = threading.Thread(target=shared_casts.forget)
+    other.start()
+    other.join()
+    assert shared_cast(source, HALF) is not kept
