@@ -47,6 +47,8 @@ class Other(Protocol):
 
 #: See `BackwardPass`.
 OpenBlock = Callable[[Tensor, Callable[[], Iterable[Tensor]]], Callable[[], None]]
+#: See `BackwardPass`.
+OnScaled = Callable[[Tensor, float | Tensor], None]
 
 
 class BackwardPass:
@@ -85,7 +87,7 @@ class BackwardPass:
         others: Sequence[Other],
         scaling: LossScaling,
         cache: WeightCache,
-        on_scaled: Callable[[Tensor, float | Tensor], None] | None = None,
+        on_scaled: OnScaled | None = None,
         unsynced: Unsynced | None = None,
         open_block: OpenBlock | None = None,
     ) -> None:
