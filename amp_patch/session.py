@@ -190,6 +190,7 @@ class Session:
             self.store.end_conversion()
             self.functions.follow_models(self._casting_dtypes())
             self.libraries.reach(self.models.in_half())  # it may have put functions back there
+            self.methods.follow(models)
             for optimizer in stepping:
                 warn_of_eps(optimizer)
             self.guard.follow(models, self._torch_patches)  # may warn, which may be an error

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import types
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -38,6 +39,7 @@ class ForwardMethods:
         self._patches = Patches()
         self._active = False
         self._owners: ModuleTable[weakref.ref[nn.Module]] = ModuleTable()
+        self._made: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()  # for one object each
 
     def register(self, kind: type[nn.Module], name: str) -> None:
         """Have a method of a class cast, for as long as this process runs."""
@@ -58,8 +60,35 @@ class ForwardMethods:
         self._patches.undo()
         self._owners.clear()
 
+    def follow(self, models: Iterable[nn.Module]) -> None:
+        """Models were prepared: their modules' own methods cast, too, see `_patch_own`."""
+        every = list(models) if self._registered else ()
+        for kind, name in self._registered:
+            self._patch_own(kind, name, every)
+
     def _patch(self, kind: type[nn.Module], name: str) -> None:
-        method = getattr(kind, name)
+        self._patches.replace(kind, name, self._casting(getattr(kind, name)))
+        self._patch_own(kind, name, self._models())
+
+    def _patch_own(self, kind: type[nn.Module], name: str, models: Iterable[nn.Module]) -> None:
+        """Have what a script has set at a module in the place of its class's method cast.
+
+        As torch's `register_fsdp_forward_method` does it. That calls the method which the class had
+        then, and so never the one that casts, unless this was there before.
+        """
+        for module in {id(one): one for model in models for one in model.modules()}.values():
+            method = vars(module).get(name)
+            is_bound = isinstance(method, types.MethodType) and method.__self__ is module
+            if not isinstance(module, kind) or not (is_bound or type(method) is types.FunctionType):
+                continue
+            if getattr(method, "__func__", None) not in self._made:
+                casting = self._casting(_with_self(method, getattr(kind, name)))
+                self._made.add(casting)
+                bound = types.MethodType(casting, module)  # a copy of the module gets its own
+                self._patches.replace(module, name, bound, weakly=True)
+
+    def _casting(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a method, which takes the module first, that casts."""
 
         @functools.wraps(method)
         def casting(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -69,7 +98,7 @@ class ForwardMethods:
                 return method(module, *args, **kwargs)
             return called(owner, lambda: _run(casts, owner, method, module, args, kwargs))
 
-        self._patches.replace(kind, name, casting if _SEES_HOOKS else never_trace(casting))
+        return casting if _SEES_HOOKS else never_trace(casting)
 
     def _owner_of(self, module: nn.Module) -> nn.Module | None:
         """Return the model, or copy of one, that a module is, or is a part of."""
@@ -86,6 +115,23 @@ class ForwardMethods:
 
 #: Before torch 2.7, which brought this, torch.compile does not trace how hooks are found.
 _SEES_HOOKS = hasattr(torch._C._dynamo.eval_frame, "set_code_exec_strategy")
+
+
+def _with_self(method: Any, of_class: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that a module has for itself as one of its class, which takes the module.
+
+    Args:
+        method: a function, which is given no module, or a bound method.
+        of_class: what the class has, with the same arguments.
+    """
+
+    @functools.wraps(of_class)
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(method, types.MethodType):
+            return method.__func__(module, *args, **kwargs)
+        return method(*args, **kwargs)
+
+    return call
 
 
 def _has(model: nn.Module, part: nn.Module) -> bool:

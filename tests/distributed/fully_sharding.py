@@ -16,6 +16,7 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     ShardingStrategy,
     fully_shard,
+    register_fsdp_forward_method,
 )
 
 from amp_patch import amp
@@ -304,6 +305,33 @@ def given_up(engine: str, level: str, fails_in: str, reshards: bool = True) -> l
     model(training.rows(0, 0, 1)[0]).sum().backward()
     optimizer.step()
     return sorted({param.dtype for param in model.parameters()}, key=str)
+
+
+class Encoder(nn.Module):
+    """A model that is called by another method than its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def encode(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.got = inputs.dtype
+        codes: torch.Tensor = self.layer(inputs)
+        return codes
+
+
+def by_method(is_torchs_first: bool) -> list[torch.dtype]:
+    """Return the dtypes that a method of a sharded model gets and returns, by who is told first."""
+    amp.register_forward_method(Encoder, "encode")
+    model: Any = fully_shard(Encoder())
+    if is_torchs_first:
+        register_fsdp_forward_method(model, "encode")
+    amp.initialize(model, opt_level="O2", verbosity=0)
+    if not is_torchs_first:
+        register_fsdp_forward_method(model, "encode")
+    codes = model.encode(torch.ones(1, 4))
+    amp.deactivate()
+    return [model.got, codes.dtype]
 
 
 def _losses(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:

@@ -54,6 +54,13 @@ def test_parameters_of_one_module_may_be_gathered_by_several_groups(level: str) 
         assert losses == sorted(losses, reverse=True)
 
 
+def test_a_method_of_a_sharded_model_casts_whoever_is_told_of_it_first() -> None:
+    with ranks.Ranks() as two:
+        for is_torchs_first in (True, False):
+            dtypes = two.run(fully_sharding.by_method, is_torchs_first)
+            assert dtypes == [[HALF, FLOAT]] * 2
+
+
 def test_flat_parameters_that_others_are_views_of_stay_in_float32() -> None:
     for keeps, stores in ranks.run(fully_sharding.original_params, ("O1", "O2")):
         assert keeps == "trains"

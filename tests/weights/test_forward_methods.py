@@ -1,9 +1,11 @@
 """Methods that a script calls in the place of a model cast as the model's call does."""
 
 import copy
+import functools
 import gc
 import pickle
 import traceback
+import types
 import weakref
 from collections.abc import Iterator
 from types import ModuleType
@@ -154,6 +156,80 @@ def test_a_part_is_cast_as_its_model(amp: ModuleType) -> None:
     assert Part()(X).dtype is torch.float32  # one of no model
     model(X)
     assert model.inner.dtype is torch.bfloat16
+
+
+def bound(model: Autoencoder) -> Any:
+    """Return what torch's `register_fsdp_forward_method` sets at a module: the method of before."""
+    original = model.encode
+
+    def wrapped(self: Autoencoder, *args: Any, **kwargs: Any) -> Tensor:
+        self.calls = getattr(self, "calls", 0) + 1
+        return original(*args, **kwargs)
+
+    return types.MethodType(functools.wraps(original)(wrapped), model)
+
+
+def closed_over(model: Autoencoder) -> Any:
+    original = model.encode
+    return lambda *args, **kwargs: original(*args, **kwargs)
+
+
+@pytest.mark.parametrize("wrap", [bound, closed_over])
+@pytest.mark.parametrize(
+    "order", ["wrap register start", "wrap start register", "start wrap register"]
+)
+def test_what_a_script_sets_at_the_model_itself_casts_in_each_order(
+    amp: ModuleType, wrap: Any, order: str
+) -> None:
+    model = Autoencoder()
+    steps = {
+        "wrap": lambda: setattr(model, "encode", wrap(model)),
+        "register": lambda: amp.register_forward_method(Autoencoder, "encode"),
+        "start": lambda: amp.initialize(model, opt_level="O2", verbosity=0),
+    }
+    for step in order.split():
+        steps[step]()
+    amp.initialize(nn.Linear(2, 2), opt_level="O2", verbosity=0)  # another call changes nothing
+    codes = model.encode(X, factor=torch.full((4,), 2.0))
+    assert (model.part.got, codes.dtype) == (torch.float16, torch.float32)
+    assert torch.equal(codes, (model.part.linear(X.half()) * 2).float())
+    assert mode.models == ()
+
+
+def test_what_is_set_at_the_model_itself_is_there_again_after_deactivate(amp: ModuleType) -> None:
+    def encode(self: Any, x: Tensor) -> Tensor:
+        codes: Tensor = self.part(x)
+        return codes
+
+    amp.register_forward_method(Autoencoder, "encode")
+    model: Any = Autoencoder()
+    model.encode = own = types.MethodType(encode, model)
+    amp.initialize(model, opt_level="O2", verbosity=0)
+    copied = copy.deepcopy(model)
+    nn.init.zeros_(model.part.linear.weight)
+    assert torch.equal(model.encode(X), model.part.linear.bias.float().expand(8, -1))
+    assert not torch.equal(copied.encode(X), model.encode(X))  # it has its own weights
+    amp.deactivate()
+    assert vars(model)["encode"] is own
+    reference = weakref.ref(model)
+    amp.initialize(model, opt_level="O2", verbosity=0)
+    del model, copied, own
+    gc.collect()
+    assert reference() is None
+
+
+def test_what_is_set_at_the_model_itself_is_wrapped_once(amp: ModuleType) -> None:
+    for kind in (Autoencoder, Derived):
+        amp.register_forward_method(kind, "encode")
+    model = Derived()
+    own: Any = bound(model)
+    model.encode = own  # type: ignore[method-assign]  # as torch does
+    amp.initialize(model, opt_level="O1", verbosity=0)
+    first: Any = model.encode
+    amp.initialize(model, opt_level="O1", verbosity=0)
+    assert model.encode is first
+    amp.deactivate()
+    assert vars(model)["encode"] is own
 
 
 def test_a_class_that_inherits_or_extends_a_method(amp: ModuleType) -> None:
