@@ -113,15 +113,19 @@ def _casting(torchs: Function) -> Function:
                 break
         if found in HALVES:  # a number after the place that it is written to
             args = (*args[:2], *[within(value, found) for value in args[2:]])
-            kwargs = {
-                key: value if key in _FACTORS else within(value, found)
-                for key, value in kwargs.items()
-            }
+            if kwargs:
+                kwargs = _within_but_factors(kwargs, found)
         return original(*args, **kwargs)
 
     replacement: Any = write
     replacement.__prepare_scriptable__ = lambda: torchs  # TorchScript casts nothing
     return write
+
+
+def _within_but_factors(kwargs: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        key: value if key in _FACTORS else within(value, dtype) for key, value in kwargs.items()
+    }
 
 
 def _stays(value: Any, found: torch.dtype | None) -> bool:
