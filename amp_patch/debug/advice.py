@@ -92,10 +92,18 @@ def _region(module: str, also: Sequence[str] = ()) -> str:
 
 
 def _on_operator(cause: Facts) -> str:
+    if cause.stuck_at:
+        given = cause.stuck_at if cause.stuck_at == "the model" else f"`{cause.stuck_at}`"
+        fact = f"{_alone(cause)} is not enough, for {given} is given its result."
+        return f"{_capital(fact)} {_capital(_on_what_is_left(cause))}"
+    return _on_what_is_left(cause)
+
+
+def _on_what_is_left(cause: Facts) -> str:
     if cause.mended_by == "nothing" and cause.is_own:
         return _OWN_BACKWARD
     if cause.mended_by == "nothing":
-        is_large = cause.operator in EXPONENTIALS and cause.is_inf
+        is_large = cause.operator in EXPONENTIALS and cause.is_inf and not cause.stuck_at
         return _on_exponential(cause.operator) if is_large else _NOTHING_HELPS
     if cause.mended_by == "script":
         return _OWN_CAST
@@ -145,7 +153,19 @@ def _in_float32(cause: Facts) -> str:
         after = f" Hand {its} on in the dtype of the input (`.to(x.dtype)`)."
         if cause.stays:
             after = " Leave its result in float32: half precision cannot hold it."
+    if cause.beyond:
+        others = " and ".join(f"`{one}`" for one in cause.beyond)
+        after += (
+            f" {_capital(_alone(cause))} is not enough: compute {others}, to which its result is "
+            "given, in such a block as well."
+        )
     return f"{_capital(_region(module, cause.also))}{rule}.{after}"
+
+
+def _alone(cause: Facts) -> str:
+    """Return the words for what was tried in fp32 and mends its own model only."""
+    names = [cause.number + one for one in cause.in_float]
+    return f"{' and '.join(f'`{one}`' if one else 'the model' for one in names)} alone"
 
 
 def _on_rounding(cause: Facts) -> str:

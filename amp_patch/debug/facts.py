@@ -73,6 +73,10 @@ class Facts:
         by_rule: whether a rule of the operator's function mends it as well as the module.
         around: the path of the module around it that must be in fp32 in its place, "" for none.
         stays: whether what the module returns must stay in fp32.
+        beyond: modules of later calls, which were given the result, that must be in fp32 as well,
+            as a rules file names them.
+        stuck_at: the later call, as a rules file names its model, that cannot hold what the module
+            returns in fp32; "" for none, and "the model" for the only one.
         off_at: of a backward, the loss scale at which it overflows nowhere, where half rounds its
             gradients far off; None elsewhere.
     """
@@ -109,6 +113,8 @@ class Facts:
     by_rule: bool = False
     around: str = ""
     stays: bool = False
+    beyond: tuple[str, ...] = ()
+    stuck_at: str = ""
     off_at: float | None = None
 
     @property
@@ -131,10 +137,19 @@ class Facts:
         """The rule of a module that mends it, for a rules file or ``rules=``; {} for none."""
         if self.is_loss_scale or self.diverges or self.mended_by not in ("module", "model"):
             return {}
-        number = self.path[: len(self.path) - len(self.module)]
+        modules = (*(self.number + module for module in self.in_float), *self.beyond)
+        return dict.fromkeys(modules, "float")
+
+    @property
+    def number(self) -> str:
+        """What stands before the path of a module in a rules file: "1:", or nothing."""
+        return self.path[: len(self.path) - len(self.module)]
+
+    @property
+    def in_float(self) -> tuple[str, ...]:
+        """The paths of the modules of its model that mend it, computed in fp32."""
         is_model = self.mended_by == "model"
-        modules = (self.called,) if is_model else (self.around or self.module, *self.also)
-        return {number + module: "float" for module in modules}
+        return (self.called,) if is_model else (self.around or self.module, *self.also)
 
     @property
     def is_in_other_half(self) -> bool:

@@ -12,6 +12,7 @@ from amp_patch.casting import rules, targets
 from amp_patch.session import session
 
 from .facts import Mend
+from .paths import root_of
 from .recorded_calls import Call
 from .rerun import Rerun
 from .watch import Origin
@@ -36,6 +37,10 @@ class Mended(NamedTuple):
     by_rule: bool = False
     around: str = ""
     stays: bool = False
+
+    def paths(self, origin: Origin) -> tuple[str, ...]:
+        """Return the paths of the modules in fp32, in the called model, where some mend it."""
+        return ("",) if self.by == "model" else (self.around or origin.place.module, *self.also)
 
 
 def mend(call: Call, origin: Origin, grads: Mapping[int, Tensor] | None) -> Mended:
@@ -187,17 +192,3 @@ def of_later_backward(call: Call) -> str:
         f"That mends the forward alone: the backward of `{left.place.operator}` is "
         f"{' and '.join(left.result.kinds)} in float32, too, as of a square root at 0."
     )
-
-
-def root_of(module: nn.Module) -> tuple[nn.Module, str]:
-    """Return the initialized model that a module is of, and the path of the module in it."""
-    for root in [one for one in (module, *session.models.levels) if one in session.models.levels]:
-        for path, one in root.named_modules():
-            if one is module:
-                return root, path
-    return module, ""
-
-
-def joined(path: str, name: str) -> str:
-    """Return the path of a module in one that has a path itself."""
-    return ".".join(filter(None, (path, name)))

@@ -5,6 +5,7 @@ Knows models and autograd; nothing of loss scales, nor of what is looked for in 
 
 from __future__ import annotations
 
+import copy
 import threading
 import weakref
 from collections import deque
@@ -42,6 +43,8 @@ class Call:
         kinds: which numbers in the outputs were not finite.
         first_pass: the number of the first backward pass that has begun after it.
         weights: what ``torch.func.functional_call`` put in the place of parameters, by name.
+        takes_float: whether a second run has its inputs from modules in fp32, by a rule for them:
+            layers with weights in half then cast what they take.
     """
 
     def __init__(
@@ -56,11 +59,18 @@ class Call:
         self.grads: dict[int, dict[int, Tensor]] = {}
         self.kinds: set[str] = set()
         self.first_pass = 0
+        self.takes_float = False
         self.weights = {
             name: param.detach().requires_grad_(param.requires_grad)  # autograd keeps it as it is
             for name, param in model.named_parameters()
             if not isinstance(param, nn.Parameter)
         }
+
+    def given(self, inputs: Any, takes_float: bool) -> Call:
+        """Return the same call with other inputs, for a second run."""
+        call: Call = copy.copy(self)
+        call.inputs, call.takes_float = inputs, takes_float
+        return call
 
 
 class RecordedCalls:

@@ -20,6 +20,7 @@ from amp_patch.session import session
 from amp_patch.weights import module_rules
 from amp_patch.weights.half_model import cast_floats
 
+from .paths import root_of
 from .places import Place, Places, function_of, names_of
 from .ranges import kinds_in
 from .recorded_calls import Call, copied
@@ -154,7 +155,8 @@ class Rerun:
         """Follow what runs inside, with what is to compute in fp32 this time."""
         after = self._dtype_after()
         in_float = _computing_in_float(self._in_float, None if self._stays else after)
-        taken = _taken_in(self.model, self._in_float, after if self._stays else None)
+        is_taken = self._stays or self._call.takes_float
+        taken = _taken_in(self.model, self._in_float, after if is_taken else None)
         with in_float, taken, self._places.followed(), _Ruled(self._function), self._watch:
             yield
 
@@ -166,10 +168,11 @@ class Rerun:
     def _dtype_after(self) -> torch.dtype | None:
         """Return what a module that computes in fp32 has to return: half, where no function casts.
 
-        None: as it comes.
+        None: as it comes, and what a whole model returns, which the level casts.
         """
-        level = session.models.levels.get(self.model)
-        if level is None or self.model in self._in_float:
+        root = root_of(self.model)[0]
+        level = session.models.levels.get(root)
+        if level is None or root in self._in_float:
             return None
         return level.cast_model_type if level.stores_half else None
 

@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from amp_patch.session import session
 
 from .cause import Cause
+from .later_calls import LaterCalls
 from .loss_watch import LossStep, LossWatch
-from .mends import Mended, differ_by_half, joined, mend, mend_inside, of_later_backward, root_of
+from .mends import Mended, differ_by_half, mend, mend_inside, of_later_backward
+from .paths import joined, named, numbered, root_of
 from .places import shown_line
 from .ranges import Range, kinds_in, largest_scale
 from .recorded_calls import Call
@@ -72,9 +74,32 @@ class Search:
         return None
 
     def _in_forward(self, one: Rerun, call: Call, origin: Origin) -> Cause:
-        found = _in_model(one, origin, self._scale, mend(call, origin, None))
-        is_mended = found.mended_by in ("module", "model")
-        return replace(found, note=of_later_backward(call)) if is_mended else found
+        found = self._with_later_calls(one, call, origin)
+        if found.mended_by not in ("module", "model"):
+            return found
+        return _noted(found, of_later_backward(call))
+
+    def _with_later_calls(self, one: Rerun, call: Call, origin: Origin) -> Cause:
+        """Return the cause in a forward, its mend tried out through the calls given its result."""
+        mended = mend(call, origin, None)
+        found = _in_model(one, origin, self._scale, mended)
+        if mended.by not in ("module", "model"):
+            return found
+        after = itertools.dropwhile(lambda other: other is not call, self._kept)
+        later = LaterCalls(call, origin, mended, itertools.islice(after, 1, None))
+        if later.stuck is not None:
+            at = named(later.stuck.model) or "the model"
+            return replace(found, mended_by=later.stuck.by, by_rule=False, stuck_at=at)
+        beyond = tuple(named(model, path) for model, path in later.needed)
+        found = replace(found, beyond=beyond, by_rule=found.by_rule and not beyond)
+        if later.untried is None:
+            return found
+        name = named(later.untried)
+        return _noted(
+            found,
+            f"{f'`{name}`' if name else 'The model'} was given inf or NaN that the script made "
+            "of such a result: whether that fits there in float32 was not tried.",
+        )
 
     def _of_spoiled_loss(self, loss: Range) -> Cause:
         """Return the cause where the outputs of the models are finite, and the loss is not."""
@@ -127,7 +152,7 @@ class Search:
                     "rounded": tuple(found),
                     "model": session.models.label_of(root) or type(root).__name__,
                     "module": called,
-                    "path": _path(root, called),
+                    "path": numbered(root, called),
                     "called": called,
                     "mended_by": "nothing" if all(found.values()) else "model",
                 }
@@ -191,8 +216,8 @@ class Search:
                     raise
                 continue
             if origin is not None:
-                cause = _in_model(one, origin, self._scale, mend(call, origin, None))
-                return replace(cause, note=note)
+                cause = self._with_later_calls(one, call, origin)
+                return replace(cause, note=f"{note} {cause.note}".strip())
         return None
 
     def _in_loss(self, found: LossStep) -> Cause | None:
@@ -311,7 +336,7 @@ def _in_model(
         scale,
         model=session.models.label_of(root) or type(root).__name__,
         module=module,
-        path=_path(root, module),
+        path=numbered(root, module),
         called=called,
         call=origin.place.call,
         operator=origin.place.operator or origin.result.name,
@@ -382,11 +407,9 @@ def _level_of(model: nn.Module) -> dict[str, Any]:
     return {"level": level.name, "half": half, "casts_functions": level.casts_functions}
 
 
-def _path(model: nn.Module, module: str) -> str:
-    """Return a module as a rules file names it: with the number of its model among several."""
-    numbers = session.models.numbers
-    several = len(set(numbers.values())) > 1 and model in numbers
-    return f"{numbers[model]}:{module}" if several else module
+def _noted(cause: Cause, words: str) -> Cause:
+    """Return a cause with further words, if there are any."""
+    return replace(cause, note=f"{cause.note} {words}".strip())
 
 
 def _peak(ranges: Sequence[Range]) -> float:

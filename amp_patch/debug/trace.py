@@ -35,7 +35,7 @@ from amp_patch.weak_modules import ModuleTable, WeakModules
 from .cause import Cause
 from .facts import Mend
 from .loss_watch import LossWatch, are_finite
-from .mends import joined, root_of
+from .paths import joined, root_of
 from .ranges import largest_of
 from .recorded_calls import Call, RecordedCalls
 from .rerun import Rerun, from_outside, leaving_no_trace
@@ -288,13 +288,19 @@ _MENDS: Sequence[Mend | None] = (None, "module", "model", "level", "script", "no
 
 def _together(cause: Cause, before: Cause) -> Cause:
     """Return one of two steps' cause: what mends it must mend both."""
-    both = tuple(dict.fromkeys((*before.also, *cause.also)))
+    also, beyond = (
+        tuple(dict.fromkeys((*one, *other)))
+        for one, other in ((before.also, cause.also), (before.beyond, cause.beyond))
+    )
     # what came up before any weight had grown is no matter of the learning rate
     growth = min(cause.growth, before.growth)
     most = replace(max(cause, before, key=_to_do), growth=growth)
     if most.is_loss_scale:  # the steps are told from the highest scale on: a dynamic one falls
         return replace(most, scale=max(cause.scale, before.scale))
-    return replace(most, also=both) if most.mended_by == "module" else most
+    if most.mended_by not in ("module", "model"):
+        return most
+    also = also if most.mended_by == "module" else most.also
+    return replace(most, also=also, beyond=beyond, by_rule=most.by_rule and not beyond)
 
 
 def _to_do(cause: Cause) -> tuple[Any, ...]:
