@@ -22,6 +22,7 @@ from amp_patch.tools.compare import runs
 from amp_patch.tools.launch import python_command
 from amp_patch.tools.tune import command, recorder, trials
 from amp_patch.tools.tune.outcome import (
+    NO_LOSS,
     Outcome,
     outcome_of_losses,
     outcome_of_output,
@@ -108,6 +109,40 @@ def test_a_number_that_is_printed_is_a_metric() -> None:
     optional = re.compile("loss(?:=([0-9]))?")
     assert outcome_of_output("loss=3, and the loss falls", optional, None).values == (3.0,)
     assert "printed nothing" in outcome_of_output("the loss falls", optional, None).words()
+
+
+@pytest.mark.parametrize(
+    ("line", "pattern", "number"),
+    [
+        ("val: 9.8e-05", "val: ([0-9.]+)", 9.8e-05),
+        ("val: 1.3E+04, done", "val: ([0-9.]+)", 1.3e4),
+        ("val: 9.8e-05", "val: ([0-9.e]+)", 9.8e-05),
+        ("val: 12.75%", "val: ([0-9]+)", 12.75),
+        ("val: 12.75", "val: ([0-9])", 12.75),
+        ("val: -0.5", "val: .?([0-9.]+)", 0.5),  # whose sign the pattern matches itself
+        ("val -0.5", "[0-9.]+", -0.5),
+        ("nll=-1.5e2", r"nll=\D?([0-9.]+)e2", 1.5),
+        ("top-5 accuracy", "[0-9.]+", 5.0),
+        ("epochs 3-0.5", "[0-9.]+$", 0.5),
+        ("v2 0.75", "v[0-9] ([0-9.]+)", 0.75),
+        ("0.5e5 0.75", "[0-9.]+$", 0.75),
+        ("1e-5\n2", "^[0-9]+$", 2.0),
+        ("12.3ms", "[0-9.]+", 12.3),
+        ("a: 9.8e-05, b", r"a: ([-+.\w]+)", 9.8e-05),
+        ("a: -1.5%", r"a: ([-+.\w]+)", -1.5),
+    ],
+)
+def test_a_number_is_read_whole(line: str, pattern: str, number: float) -> None:
+    outcome = outcome_of_output(line, re.compile(pattern, re.MULTILINE), None)
+    assert outcome.values == (number,)
+
+
+def test_the_pattern_that_is_shown_finds_a_number_that_is_not_finite() -> None:
+    (shown,) = re.findall(r"--metric '(.*)'", NO_LOSS)
+    (option,) = [one for one in command.command.params if one.name == "metric"]
+    assert shown in option.help
+    outcome = outcome_of_output("accuracy: 0.5\naccuracy: nan", re.compile(shown), None)
+    assert outcome.failure == "it is not finite"
 
 
 def test_the_deviation_is_the_largest_relative_one_in_either_direction() -> None:

@@ -21,8 +21,10 @@ _SETTLES = 16
 WORDS = 100
 NO_LOSS = (
     "no loss was given to amp.scale_loss; name another metric, a number that the script prints: "
-    "--metric 'accuracy: ([0-9.]+)'"
+    r"--metric 'accuracy: ([-+.\w]+)'"
 )
+#: A number as Python prints it; the hyphen of "top-5" and of "3-5" is no sign.
+_NUMBER = re.compile(r"(?:(?<![\w.)])[-+])?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 
 
 @dataclass(frozen=True)
@@ -107,20 +109,39 @@ def outcome_of_output(text: str, pattern: re.Pattern[str], error: str | None) ->
 
     Args:
         text: what it printed.
-        pattern: its first group, or all of it, is the number.
+        pattern: its first group, or all of it, is the number, or a part of it: where the text goes
+            on with digits, a fraction or an exponent, or a sign stands before, so does the number.
         error: why the run failed; None where it did not.
     """
     if error is not None:
         return Outcome(failure=error)
-    all_found = (match[1] if pattern.groups else match[0] for match in pattern.finditer(text))
-    found = [one for one in all_found if one is not None]  # as where a group may be missing
+    group = 1 if pattern.groups else 0
+    # a group may be missing
+    found = [match for match in pattern.finditer(text) if match[group] is not None]
     if not found:
         return Outcome(failure=f"it printed nothing that matches {pattern.pattern!r}")
+    number = _whole_number(found[-1], group)
     try:
-        value = float(found[-1])
+        value = float(number)
     except ValueError:
-        return Outcome(failure=f"{pattern.pattern!r} matches {found[-1]!r}, which is no number")
+        return Outcome(failure=f"{pattern.pattern!r} matches {number!r}, which is no number")
     return Outcome((value,)) if math.isfinite(value) else Outcome(failure="it is not finite")
+
+
+def _whole_number(match: re.Match[str], group: int) -> str:
+    """Return what a group matches, with the rest of the number, if the match ends amid one.
+
+    ``[0-9.]+`` matches 9.8 of 9.8e-05. What the pattern itself matches beside the group it leaves
+    out on purpose.
+    """
+    text, (start, end) = match.string, match.span(group)
+    for number in _NUMBER.finditer(text, text.rfind("\n", 0, start) + 1):
+        if number.start() <= start < end <= number.end():
+            first = number.start() if start == match.start() else start
+            return text[first : number.end() if end == match.end() else end]
+        if number.start() > start:
+            break
+    return text[start:end]
 
 
 def shortened(error: str) -> str:
