@@ -9,6 +9,7 @@ import math
 import signal
 import sys
 import textwrap
+import types
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -437,6 +438,30 @@ def test_a_script_without_a_model_says_so(script, tmp_path: Path) -> None:
     assert result.exit_code == 1
     assert "O1 was not compared: ZeroDivisionError: division by zero" in result.output
     assert "The last lines of the script:\nnothing\n" in result.output
+
+
+@pytest.mark.parametrize("steps", [[0], [0, 0], [0, 1]])
+@pytest.mark.parametrize("error", [None, "exit code 3"])
+def test_a_script_that_came_to_its_end_without_a_step_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: list[int], error: str | None
+) -> None:
+    """A script that failed in its first backward is compared to there."""
+
+    def started(command: list[str], tool: str, options: dict, *_: object) -> types.SimpleNamespace:
+        folder = Path(options["out"])
+        (folder / "amp-0.jsonl").write_text('{"amp": "yes"}\n')
+        for rank, made in enumerate(steps):
+            saved = {**record(line("0", 0, 1.0)), "steps": made}
+            torch.save(saved, folder / f"record-rank{rank}.pt")
+        return types.SimpleNamespace(log=folder / "log.txt")
+
+    monkeypatch.setattr(runs, "ScriptRun", started)
+    monkeypatch.setattr(runs, "run_to_end", lambda run, timeout: error)
+    result = CliRunner().invoke(main, ["compare", "--", __file__])
+    is_refused = error is None and not any(steps)
+    assert ("O1 was not compared: the script stepped no optimizer" in result.output) == is_refused
+    assert ("O1 against O0" in result.output) == (not is_refused)
+    assert result.exit_code == (1 if is_refused or error else 0)
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,8 @@ def record(
         timeout: seconds; None waits.
 
     Raises:
-        NoRecord: the script ended, or was ended, before any module of an initialized model ran.
+        NoRecord: the script ended, or was ended, before any module of an initialized model ran; or
+            it came to its end and stepped no optimizer.
     """
     folder.mkdir(parents=True)
     options = {
@@ -70,11 +71,13 @@ def record(
     run = ScriptRun(command, RECORDER, options, folder / "log.txt", level, environment)
     error = run_to_end(run, timeout)
     paths = sorted(folder.glob("record-rank*.pt"))
-    if not paths:
-        if error is None:
-            raise NoRecord(untrained.reason_in(folder), is_futile=True)
+    records = [torch.load(path) for path in paths]
+    if error is None and not any(one["steps"] for one in records):
+        raise NoRecord(untrained.reason_in(folder), is_futile=True)
+    if not records:
+        assert error is not None
         raise NoRecord(error, is_futile=False, last_lines=last_lines(run.log))
-    return {**together([torch.load(path) for path in paths]), "error": error}
+    return {**together(records), "error": error}
 
 
 def together(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
