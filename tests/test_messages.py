@@ -49,6 +49,7 @@ PAGES = {
     "mistakes/split_backward.py": "several-gpus.md#what-is-refused",
     "mistakes/strange_optimizers.py": "mistakes.md#an-optimizer-that-initialize-never-got",
     "mistakes/unprepared.py": "mistakes.md#an-optimizer-that-initialize-never-got",
+    "mistakes/wide_models.py": "mistakes.md#a-model-in-float64",
     "optimizers/half_eps.py": "pick-a-level.md#what-each-level-asks-of-a-script",
     "optimizers/": "compile.md#step-in-one-pass",
     "rules_file.py": "tune.md#the-rules-file",

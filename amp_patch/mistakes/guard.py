@@ -54,6 +54,7 @@ from .rounded_targets import RoundedTargets
 from .split_averages import SplitAverages
 from .strange_optimizers import refuse_flat, warn_of_strangers
 from .unprepared import UnpreparedParams
+from .wide_models import warn_of_float64
 
 
 class Guard:
@@ -183,6 +184,7 @@ class Guard:
         wrappers = early_wrapping.wrappers_of(models)
         early_wrapping.refuse(wrappers, models, level)
         self._wrappers = wrappers
+        warn_of_float64(models, level)
         if models:
             if level.cast_model_type in HALVES or level.loss_scale != 1.0:
                 refuse_flat(optimizers, models)
