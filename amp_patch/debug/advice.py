@@ -191,7 +191,8 @@ def _on_weight(cause: Facts) -> str:
         return (
             f"A step before wrote it: the optimizer's eps={cause.zero_eps:g} is 0 in "
             f"{cause.dtype}, in which this level steps, so it divides by 0. Give the optimizer "
-            "eps=1e-4, or take O2 or O5, which step in float32."
+            "eps=1e-4, which keeps NaN out, but lets small gradients step by lr * gradient / eps, "
+            "for half rounds their squares to 0; or take O2 or O5, which step in float32."
         )
     if cause.is_inf and cause.dtype == "float16":
         grows = " If it grows from step to step, lower the learning rate."

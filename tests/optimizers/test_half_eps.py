@@ -70,6 +70,7 @@ def test_fused_kernels_add_eps_in_float32(amp: ModuleType, kind: type[Optimizer]
 def test_it_names_the_optimizer_and_what_mends_it(amp: ModuleType) -> None:
     model = nn.Linear(2, 2)
     message = r"got RMSprop with eps=1e-08, which is 0 there.*optim\.RMSprop\(\.\.\., eps=1e-4\)"
+    message += r".*That eps keeps NaN out, and no more.* lr \* gradient / eps"
     with pytest.warns(UserWarning, match=message):
         amp.initialize(model, RMSprop(model.parameters()), opt_level="O3", verbosity=0)
 
@@ -199,3 +200,20 @@ def test_it_warns_of_an_eps_that_comes_later(amp: ModuleType, by: str) -> None:
             optimizer.add_param_group(group)
         )
     assert len(optimizer.param_groups) == (1 if by == "load_state_dict" else 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "gradient"), [(Adam, 5e-3), (RMSprop, 1.6e-3), (torch.optim.Adagrad, 1.6e-4)]
+)
+def test_the_eps_that_is_advised_keeps_nan_out_and_no_more(
+    kind: type[Optimizer], gradient: float
+) -> None:
+    """As the warning says: a step by gradient / eps where the square is 0, but not in float32."""
+    steps = []
+    for dtype in (torch.float16, torch.float32):
+        weight = nn.Parameter(torch.ones(1, dtype=dtype))
+        weight.grad = torch.full((1,), gradient, dtype=dtype)
+        kind([weight], lr=2.0**-10, eps=1e-4).step()
+        steps.append((1.0 - weight.item()) * 2**10)
+    assert steps[0] == pytest.approx(gradient / 1e-4, abs=0.5)  # float16's next weight
+    assert steps[0] > 2 * steps[1]

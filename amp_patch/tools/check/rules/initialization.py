@@ -258,7 +258,7 @@ def _is_move(call: Call) -> bool:
 @rule(
     "adam-eps",
     "at O3 the eps of Adam, RMSprop, Adagrad and the like is 0 in float16, and 0 / 0 is NaN",
-    "give the optimizer eps=1e-4, or train at O2",
+    "train at O2, or give the optimizer eps=1e-4, which keeps NaN out and no more",
 )
 def adam_eps(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
     """Optimizers of torch that divide by a root plus eps."""
