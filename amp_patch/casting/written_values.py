@@ -113,8 +113,7 @@ def _casting(torchs: Function) -> Function:
                 break
         if found in HALVES:  # a number after the place that it is written to
             args = (*args[:2], *[within(value, found) for value in args[2:]])
-            if kwargs:
-                kwargs = _within_but_factors(kwargs, found)
+            kwargs = _within_but_factors(kwargs, found)
         return original(*args, **kwargs)
 
     replacement: Any = write
