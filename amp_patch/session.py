@@ -251,7 +251,7 @@ class Session:
 
     @_one_at_a_time
     def cast_without_model(
-        self, level: OptLevel, rules: Mapping[str, str], tells_casts: bool
+        self, level: OptLevel, rules: Mapping[str, str], tells_casts: bool = False
     ) -> None:
         """Cast in every function from now on, whatever model calls it, on every device.
 
