@@ -124,13 +124,14 @@ class ForeignGradients:
         """Return whether there are any, neither cleared nor replaced."""
         return bool(self.found) and bool(self._left())
 
-    def refuse(self, caller: str) -> None:
-        """Raise where there are any.
+    def refuse(self, caller: str, params: Iterable[Tensor]) -> None:
+        """Raise where some of these parameters have any.
 
         Raises:
             RuntimeError: as said.
         """
-        count = len({id(param) for param, _ in self._left()})  # of several backwards, perhaps
+        # of several backwards, perhaps
+        count = len({id(param) for param, _ in self._left()}.intersection(map(id, params)))
         if count:
             raise RuntimeError(
                 f"{caller} needs unscaled gradients; got {count} that the backward() of a "

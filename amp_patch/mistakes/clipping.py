@@ -290,7 +290,7 @@ def _stepped(
     others: Others = []
     wanted = set(map(id, given))
     for owner in _owners(optimizers, wanted):
-        owner.refuse_scaled(call)
+        owner.refuse_scaled(call, among=wanted)
         owners.append(owner)
         pairs = owner.pairs()
         # most often they are given as `amp.master_params` yields them, and stand for themselves

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -309,7 +309,13 @@ class OptimizerBackward:
         device = self.device if self.ranks.groups else None
         return self.clipped.clip(max_norm, norm_type, stages, device)
 
-    def refuse_scaled(self, caller: str, steps: bool = False, goes_on: bool = False) -> None:
+    def refuse_scaled(
+        self,
+        caller: str,
+        steps: bool = False,
+        goes_on: bool = False,
+        among: Container[int] | None = None,
+    ) -> None:
         """Raise if gradients are still scaled; else take in all that a step is to use.
 
         Inside of a block, after its backward, they are unscaled now: its end has nothing to do.
@@ -318,6 +324,8 @@ class OptimizerBackward:
             caller: what needs them unscaled, for the message.
             steps: it is the step.
             goes_on: blocks of a closure follow, which may be the last to add to them.
+            among: ids of the parameters, or masters, of which those are asked for that another
+                optimizer's block may have left; None: all.
 
         Raises:
             RuntimeError: as said.
@@ -335,8 +343,7 @@ class OptimizerBackward:
         if self.gradients.may_be_cleared:
             self.cleared.drop()
         if self._foreign.found:
-            self._foreign.drop_given(self.pairs())
-            self._foreign.refuse(caller)
+            self._refuse_foreign(caller, among)
         if self.gradients.scaled.is_assumed:  # no GradScaler was asked to unscale them
             self.gradients.scaled.forget()
         if self.gradients.scaled.scale is not None:
@@ -349,6 +356,14 @@ class OptimizerBackward:
                 "scaler.unscale_(optimizer), or clear them with optimizer.zero_grad()."
             )
         self.shown.receive_unscaled()
+
+    def _refuse_foreign(self, caller: str, among: Container[int] | None) -> None:
+        pairs = self.pairs()
+        self._foreign.drop_given(pairs)
+        if among is not None:
+            rows = zip(*pairs, strict=True)
+            pairs = pairs.select([any(id(one) in among for one in row) for row in rows])
+        self._foreign.refuse(caller, pairs.model)
 
     def scaled_params(self) -> Sequence[Tensor]:
         """Return the parameters whose gradients wait for a further backward of a scaled loss."""
