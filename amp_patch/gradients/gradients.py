@@ -417,10 +417,10 @@ class Gradients:
     def follow_clipping(self, pairs: ParamPairs) -> None:
         """The gradients of these masters were clipped: those of half parameters are, too.
 
-        Not where a fused step reads these: what masters have stored is then as if written to.
+        Not where a fused step reads these: what masters were shown is then as if written to.
         """
         if self._lazy is not None:
-            for master in pairs.master:
+            for master in pairs.master if self.outside.was_last else ():
                 self._own.note_written(master)
         elif self._received:
             if replaced := round_into_halves(pairs):

@@ -100,9 +100,9 @@ def _note(stepped: Any, owners: Sequence[OptimizerBackward], others: Others) -> 
     Args:
         stepped, owners, others: see `_stepped`.
     """
-    with torch.no_grad():
-        for clipped, other in others:
-            if clipped.grad is not None and other.grad is not None:
+    for clipped, other in others:
+        if clipped.grad is not None and other.grad is not None:
+            with torch.no_grad():
                 other.grad.copy_(clipped.grad)
     for owner in owners:  # there are some only where this is a list
         owner.clipped.note(stepped)
