@@ -62,7 +62,7 @@ class OwnGradients:
         """Note that a script has written to the gradient that is stored at a master, if any."""
         grad = stored_grad(master)
         if grad is not None:
-            self._noted[id(master)] = TensorWeakRef(grad), self._version(grad) - 1
+            self._noted[id(master)] = TensorWeakRef(grad), -1  # which no gradient has
 
     def has(self, master: Tensor) -> bool:
         """Return whether a master's gradient was noted, and only autograd has added to it since."""
