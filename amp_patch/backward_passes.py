@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from .casting.mode import mode
 from .casting.running_modules import running_modules
 from .casting.weight_cache import WeightCache
+from .distributed.agreement import require_alike
 from .distributed.process_groups import has_others
 from .mistakes.guard import Guard
 from .scaling.loss_scaler import LossScaler
-from .step.autograd_graph import leaves_of
-from .step.backward_pass import BackwardPass, OnScaled, Other
+from .step.backward_pass import BackwardPass, Other
 from .step.loss_scaling import Found, HostScaling, LossScaling, NoScaling, choose_scaling
 from .step.observers import Observers
 from .step.optimizer_step import OptimizerStep, is_stepping
@@ -139,7 +139,13 @@ class BackwardPasses:
     def under(
         self, steps: Sequence[OptimizerStep], scaler_id: int, scaling: LossScaling
     ) -> BackwardPass:
-        """Return the hooks of a backward pass whose loss is scaled so; arguments as `scaling`'s."""
+        """Return the hooks of a backward pass whose loss is scaled so; arguments as `scaling`'s.
+
+        Raises:
+            RuntimeError: ranks that share a model do not begin alike.
+        """
+        if self._guard.unsynced.has_new:
+            self._compare_ranks(steps, self._scalers[scaler_id])
         optimizers = [step.backward for step in steps]
         if scaling.is_on:
             for backward in optimizers:
@@ -147,38 +153,30 @@ class BackwardPasses:
         others: list[Other] = [*self._optimizers.others(steps)]
         if self._guard.unprepared:
             others.append(self._guard.unprepared)
-        on_scaled: OnScaled | None = None
+        on_scaled = None
         if self._observers:
             stepped = [one for step in steps if (one := step.optimizer) is not None]
             on_scaled = functools.partial(self._observers.scaled, scaler_id, stepped)
-        if self._guard.unsynced.has_new:
-            on_scaled = self._telling(self._scalers[scaler_id], on_scaled)
         unsynced, open_block = self._guard.unsynced or None, self._guard.open_block
         return BackwardPass(
             optimizers, others, scaling, self._cache, on_scaled, unsynced, open_block
         )
 
-    def _telling(self, scaler: LossScaler, on_scaled: OnScaled | None) -> OnScaled:
-        """Return what tells, once for each wrapper, what nothing tells of later: what a rank has.
+    def _compare_ranks(self, steps: Sequence[OptimizerStep], scaler: LossScaler) -> None:
+        """Compare, once for each wrapper, what nothing tells of later: what the ranks have.
 
-        Args:
-            scaler: of the loss.
-            on_scaled: is called as well.
+        Raises:
+            RuntimeError: it is not the same.
         """
-
-        def tell(loss: Tensor, scale: float | Tensor) -> None:
-            new = self._guard.unsynced.take_new(lambda: leaves_of(loss), self._optimizers.params())
-            for wrapper, number in new:
-                dtypes = sorted({str(param.dtype) for param in wrapper.parameters()})
-                # a scale that never moves needs no count
-                count = f" for {scaler.unskipped} steps" if scaler.rule.dynamic else ""
-                held = f"loss scale {scaler.loss_scale()}{count}"
-                held += f", parameters in {' and '.join(dtypes)}"
-                self._guard.beginnings.tell(wrapper, number, held)
-            if on_scaled is not None:
-                on_scaled(loss, scale)
-
-        return tell
+        params = chain.from_iterable(step.backward.params() for step in steps)
+        for wrapper in self._guard.unsynced.take_new(params, self._optimizers.params()):
+            dtypes = sorted({str(param.dtype) for param in wrapper.parameters()})
+            # a scale that never moves needs no count
+            count = f" for {scaler.unskipped} steps" if scaler.rule.dynamic else ""
+            require_alike(
+                wrapper,
+                f"loss scale {scaler.loss_scale()}{count}, parameters in {' and '.join(dtypes)}",
+            )
 
     def _note_overflow(
         self, scaler_id: int, found: Sequence[Found], scale: float, step: int

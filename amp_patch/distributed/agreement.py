@@ -71,6 +71,41 @@ def any_rank(found: bool, groups: Sequence[ProcessGroup]) -> bool:
     return found
 
 
+def require_alike(wrapper: Any, held: str) -> None:
+    """Raise where ranks begin to train one model with other scales, or parameters of other dtypes.
+
+    `DistributedDataParallel` would average gradients that are multiplied by different numbers, and
+    each rank divide them by its own: the ranks would train apart, and find no inf to tell of it.
+
+    Args:
+        wrapper: of the model; all ranks of its group must come here.
+        held: what this rank has, in words that are the same where all is well.
+
+    Raises:
+        RuntimeError: as said; on every rank.
+    """
+    group = getattr(wrapper, "process_group", None)  # apex's has none: that of all
+    is_joining = getattr(getattr(wrapper, "_join_config", None), "enable", False)
+    if is_joining:  # a rank may be at its end already
+        return
+    device = next(wrapper.parameters()).device
+    text = torch.tensor(list(held.encode().ljust(_TEXT)[:_TEXT]), dtype=torch.uint8, device=device)
+    gathered = [torch.empty_like(text) for _ in range(torch.distributed.get_world_size(group))]
+    torch.distributed.all_gather(gathered, text, group)
+    texts = [bytes(one.tolist()).decode().strip() for one in gathered]
+    if any(text != texts[0] for text in texts):
+        rows = "; ".join(f"{text} on rank {rank}" for rank, text in enumerate(texts))
+        raise RuntimeError(
+            "ranks that train one model in DistributedDataParallel must begin alike, or they train "
+            f"it apart; got {rows}. Call amp.initialize() with the same opt_level and loss_scale, "
+            "and amp.load_state_dict() with the same checkpoint, on every rank."
+        )
+
+
+#: Bytes of such a text.
+_TEXT = 160
+
+
 def device_of(group: ProcessGroup) -> torch.device:
     """Return a device whose tensors the collectives of a group take."""
     devices: list[torch.device] = group._device_types

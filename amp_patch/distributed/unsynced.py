@@ -3,7 +3,7 @@
 ``no_sync()`` of `DistributedDataParallel` and of FSDP1, and FSDP2's
 ``set_requires_gradient_sync(False)`` and ``set_requires_all_reduce(False)`` do that, until a later
 backward shares the sum. Nothing may be decided by what one rank has until then. And which wrappers
-are about to share for the first time, when the ranks tell what they have. Knows modules of
+are about to share for the first time, when the ranks compare what they have. Knows modules of
 torch; no optimizer, no scale.
 """
 
@@ -19,11 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from amp_patch.early_looks import WATCHED
 from amp_patch.weak_modules import ModuleTable, WeakModules
 
 from . import flat_parameters, fully_sharded
-from .beginnings import next_number
 
 DDP = "torch.nn.parallel.distributed.DistributedDataParallel"
 #: The module whose stages of a pipeline call a `DistributedDataParallel`, if one is imported.
@@ -37,7 +35,7 @@ class Unsynced:
         begun: returns how many backwards have begun.
 
     Attributes:
-        has_new: whether there may be wrappers of which this rank has not told what it has.
+        has_new: whether there may be wrappers that have not shared gradients yet.
     """
 
     def __init__(self, begun: Callable[[], int]) -> None:
@@ -47,8 +45,7 @@ class Unsynced:
         self._wrapped: ModuleTable[bool | None] = ModuleTable()
         # how many backwards had begun at the last forward whose backward shares
         self._armed: ModuleTable[int] = ModuleTable()
-        # each with its number, and in how many passes it is still looked for
-        self._new: ModuleTable[tuple[int, int]] = ModuleTable()
+        self._new = WeakModules()
         self._sharded = WeakModules()
         self._flat = WeakModules()
 
@@ -116,36 +113,26 @@ class Unsynced:
     def _watch(self, wrapper: nn.Module) -> None:
         if wrapper not in self._wrapped:
             self._wrapped[wrapper], self._has_any = None, True
-            self._new[wrapper] = next_number(wrapper), WATCHED
+            self._new.add(wrapper)
             self.has_new = True
 
-    def take_new(
-        self, reached: Callable[[], Iterable[Tensor]], stepped: Iterable[Tensor]
-    ) -> list[tuple[Any, int]]:
-        """Return new wrappers whose gradients a backward is about to share, with their numbers.
-
-        Each once. As torch itself does they tell by what the backward comes to: of a forward that
-        a rank makes for itself nothing is shared.
+    def take_new(self, params: Iterable[Tensor], stepped: Iterable[Tensor]) -> list[Any]:
+        """Return new wrappers of some parameters whose next backward shares; each once.
 
         Args:
-            reached: returns the leaves of the backward.
+            params: that this backward is of.
             stepped: by any optimizer that was prepared; wrappers of others are new to nobody.
         """
-        ever = set(map(id, stepped))
-        found: list[tuple[Any, int]] = []
-        leaves: set[int] | None = None
-        for wrapper, (number, passes) in list(self._new.items()):
-            own = set(map(id, wrapper.parameters()))
-            if own.isdisjoint(ever):
-                del self._new[wrapper]
-            elif self._wrapped[wrapper] is False:
-                leaves = set(map(id, reached())) if leaves is None else leaves
-                is_reached = not own.isdisjoint(leaves)
-                self._new[wrapper] = number, passes - 1
-                if is_reached or passes == 1:  # not in a pipeline, whose losses it makes itself
-                    del self._new[wrapper]
-                if is_reached:
-                    found.append((wrapper, number))
+        now, ever = set(map(id, params)), set(map(id, stepped))
+        found = []
+        for wrapper, is_local in list(self._wrapped.items()):
+            if wrapper in self._new:
+                own = set(map(id, wrapper.parameters()))
+                if own.isdisjoint(ever):
+                    self._new.discard(wrapper)
+                elif is_local is False and not own.isdisjoint(now):
+                    self._new.discard(wrapper)
+                    found.append(wrapper)
         self.has_new = bool(self._new)
         return found
 

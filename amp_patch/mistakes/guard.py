@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from amp_patch.casting import torch_sites
 from amp_patch.casting.mode import HALVES
 from amp_patch.distributed import unsynced
-from amp_patch.distributed.beginnings import Beginnings
 from amp_patch.distributed.unsynced import Unsynced
 from amp_patch.levels import OptLevel
 from amp_patch.patching import Patches
@@ -68,7 +67,6 @@ class Guard:
         unprepared: parameters that a scaled loss reaches, and nobody unscales; false without any.
         plain_averages: kept by a script in tensors of its own; false where none is looked for.
         unsynced: models that may leave gradients on one rank; false without any.
-        beginnings: with what ranks begin to train a model together.
         targets: that models in half are called with.
         backwards: calls of ``backward`` around blocks.
     """
@@ -96,7 +94,6 @@ class Guard:
         self._copies = ExactCopies(store, models.in_half, optimizers.note_writes)
         self.plain_averages = PlainAverages(optimizers.params)
         self.unsynced = Unsynced(lambda: self.backwards.begun)
-        self.beginnings = Beginnings()
         self.targets = RoundedTargets()
         self.scale_users = ScaleUsers(self.unsynced.averaged_among)
         self._split_averages = SplitAverages(
@@ -231,11 +228,8 @@ class Guard:
         """Look before the step of any optimizer of torch.
 
         Raises:
-            RuntimeError: one that is not prepared is about to step what it must not; or ranks that
-                share a model have begun with different scales or dtypes.
+            RuntimeError: one that is not prepared is about to step what it must not.
         """
-        if self.beginnings.open:
-            self.beginnings.look()
         steps = self._optimizers.steps
         if optimizer not in steps and self._optimizers.originals_of(optimizer) not in steps:
             models, is_plain = list(self._models.levels), self.backwards.last_was_plain

@@ -47,8 +47,6 @@ class Other(Protocol):
 
 #: See `BackwardPass`.
 OpenBlock = Callable[[Tensor, Callable[[], Iterable[Tensor]]], Callable[[], None]]
-#: See `BackwardPass`.
-OnScaled = Callable[[Tensor, float | Tensor], None]
 
 
 class BackwardPass:
@@ -87,7 +85,7 @@ class BackwardPass:
         others: Sequence[Other],
         scaling: LossScaling,
         cache: WeightCache,
-        on_scaled: OnScaled | None = None,
+        on_scaled: Callable[[Tensor, float | Tensor], None] | None = None,
         unsynced: Unsynced | None = None,
         open_block: OpenBlock | None = None,
     ) -> None:

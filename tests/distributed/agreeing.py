@@ -173,46 +173,6 @@ def begun_alike() -> list[str]:
     return said
 
 
-def begun_by_looks(levels: list[str | None]) -> dict[str | None, list[Tensor]]:
-    """Return what `begun_by_a_look` does at each level."""
-    return {level: begun_by_a_look(level) for level in levels}
-
-
-def begun_by_a_look(level: str | None) -> list[Tensor]:
-    """Return what is trained of two models in wrappers, of which the first steps need one.
-
-    Rank 0 alone calls the other one before. Where no loss is scaled, it also begins with no block
-    but a plain backward.
-
-    Args:
-        level: "O0" ..., or None: plain PyTorch.
-    """
-    torch.manual_seed(1)
-    models: list[nn.Module] = [nn.Linear(2, 2), nn.Linear(2, 2)]
-    optimizer = torch.optim.SGD([*models[0].parameters(), *models[1].parameters()], lr=0.1)
-    scale = {"loss_scale": "dynamic", "max_loss_scale": 4.0} if level in training.SCALED else {}
-    if level is not None:
-        amp.initialize(models, optimizer, opt_level=level, verbosity=0, **scale)
-    first, second = (DistributedDataParallel(model) for model in models)
-    is_first_rank = distributed.get_rank() == 0
-    if is_first_rank:
-        assert second(torch.ones(1, 2)).shape == (1, 2)
-    for number in range(4):
-        optimizer.zero_grad()
-        hidden = first(torch.ones(1, 2)).float()
-        loss = (second(hidden) if number >= 2 else hidden).float().square().sum()
-        is_plain = is_first_rank and number == 0 and level not in training.SCALED
-        if level is None or is_plain:
-            loss.backward()
-        else:
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
-        optimizer.step()
-    trained = [value.float().clone() for model in models for value in model.state_dict().values()]
-    amp.deactivate()
-    return trained
-
-
 def step_delayed(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Add to the gradients, and leave them scaled."""
     loss = model(torch.ones(1, 2)).float().sum()

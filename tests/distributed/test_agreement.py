@@ -103,15 +103,6 @@ def test_ranks_may_begin_apart_by_counts_of_a_scale_that_stays_and_by_blocks_of_
     assert ranks.run(agreeing.begun_alike, timeout=20) == [[], []]
 
 
-def test_no_rank_waits_for_one_that_looks_at_a_model_or_makes_no_block_before_the_others() -> None:
-    levels = {"O0": 0.0, "O2": 2.0**-10}
-    found, others = ranks.run(agreeing.begun_by_looks, [None, *levels], collective_timeout=10.0)
-    for level, error in levels.items():
-        for value, other, expected in zip(found[level], others[level], found[None], strict=True):
-            assert torch.equal(value, other)
-            torch.testing.assert_close(value, expected, rtol=error, atol=error)
-
-
 def test_a_loss_of_a_closure_that_one_rank_finds_infinite_skips_on_all_without_a_warning() -> None:
     assert ranks.run(agreeing.closure, 0) == [[True, True]] * 2
 
