@@ -333,8 +333,9 @@ def clip_grad_norm_(
         optimizer: as `initialize` returned it, or any other.
         max_norm: the largest norm allowed, in units of the unscaled gradients.
         norm_type: the p of the p-norm; ``float("inf")`` for the largest magnitude.
-        error_if_nonfinite: as torch's: raise where the norm is inf or NaN, for which the device is
-            waited for. An overflow, whose step is skipped, is no error otherwise.
+        error_if_nonfinite: raise where the norm is inf or NaN, for which the device is waited for.
+            The gradients are clipped by it then: clear them. An overflow, whose step is skipped, is
+            no error otherwise.
         process_group: of ranks that each hold another part of the model (the stages of a pipeline),
             whose gradients are taken together. All of them must call this.
 

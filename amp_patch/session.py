@@ -333,16 +333,16 @@ class Session:
         self._torch_patches.undo()
         for hook in self._step_hooks:
             hook.remove()
-        self._undo_the_rest()
+        self._undo_the_rest(list(self._at_deactivate))
 
-    def _undo_the_rest(self) -> None:
+    def _undo_the_rest(self, left: list[tuple[Callable[[], object], Callable[[], object]]]) -> None:
         try:
-            while self._at_deactivate:
-                undo, _ = self._at_deactivate.pop()
+            while left:
+                undo, _ = left.pop()
                 undo()
         finally:
-            if self._at_deactivate:
-                self._undo_the_rest()
+            if left:
+                self._undo_the_rest(left)
             else:
                 self.cache.clear()
                 self.store.clear()

@@ -405,7 +405,9 @@ class Gradients:
                 # What was set aside goes back where this pass wrote none. If a step has used it, it
                 # goes on counting as used.
                 aside = [*self._aside.grads, *left]
+                versions = self._used.versions_of(left)
                 self._used.begin(self._used.among(aside) if aside else (), are_older=True)
+                self._used.set_versions(versions)
             self._used.add(references)
             stored: Iterable[Any] = ()
             if not self._received.all_wait(halves):
@@ -451,22 +453,11 @@ class Gradients:
 
     def give_back(self, pairs: ParamPairs) -> None:
         """A backward outside of ``scale_loss`` comes: half parameters get what it is to add to."""
-        if self.outside.was_last and not self._received.are_untouched():
-            self._follow_cleared(pairs)
         self._follow_zeroed(pairs)
         if not self.are_pending and not have_none(pairs.master):
             self.outside.give_back_written(pairs)
         if not self._are_waiting:
             self.outside.give_back_received(pairs)
-
-    def _follow_cleared(self, pairs: ParamPairs) -> None:
-        """Drop what masters were shown of half gradients that the script has cleared since.
-
-        It may have clipped the masters' before, which else count as written, to be added to.
-        """
-        cleared = self._received.changes(pairs).cleared
-        self._clear_masters(self._without_given(cleared.master))
-        self._received.keep(self._received.params(), set(map(id, cleared.model)))
 
     def _follow_zeroed(self, pairs: ParamPairs) -> None:
         """Take what a block has left for cleared where the script has zeroed it in place.

@@ -63,6 +63,15 @@ class UsedGradients:
         noted = self.alive() if grads is None else grads
         self._versions = {id(grad): grad._version for grad in noted}
 
+    def versions_of(self, grads: Iterable[Tensor]) -> dict[int, int]:
+        """Return what `note_versions` has noted of these, by their ids."""
+        known = self._versions
+        return {id(grad): known[id(grad)] for grad in grads if id(grad) in known}
+
+    def set_versions(self, versions: dict[int, int]) -> None:
+        """Note what `versions_of` has returned, in the place of all others."""
+        self._versions = versions
+
     def unwritten(self) -> list[Tensor]:
         """Return those that there still are, but for those written to since `note_versions`."""
         alive, known = self.alive(), self._versions

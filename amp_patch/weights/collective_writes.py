@@ -108,7 +108,8 @@ class CollectiveWrites:
         @functools.wraps(original)
         def ending(work: Any, *args: Any, **kwargs: Any) -> Any:
             result = original(work, *args, **kwargs)
-            _count(self._written.get(work, ()))
+            if result is not False:  # `is_completed` says whether it is
+                _count(self._written.pop(work, ()))
             return result
 
         return ending

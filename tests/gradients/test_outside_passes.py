@@ -771,6 +771,7 @@ ACTIONS = {
     "clear": lambda model, optimizer, masters: clear(model.parameters()),
     "clear a part": lambda model, optimizer, masters: clear(model[2].parameters()),
     "zero": lambda model, optimizer, masters: zero(model.parameters()),
+    "zero a part": lambda model, optimizer, masters: zero(model[2].parameters()),
     "zero_grad": lambda model, optimizer, masters: optimizer.zero_grad(),
     "zero_grad of the model": lambda model, optimizer, masters: model.zero_grad(),
     "step": lambda model, optimizer, masters: step_and_clear(model, optimizer),
@@ -786,6 +787,7 @@ def test_what_a_script_clips_and_clears_by_hand_is_as_in_plain_pytorch(amp, opt_
     @example(names=["backward", "clip the model's", "clear", "backward"])
     @example(names=["backward", "clip the masters'", "clear a part", "backward"])
     @example(names=["backward", "clip the model's", "zero", "backward"])
+    @example(names=["backward", "read", "zero a part", "backward"])
     @example(names=["backward of the first", "read", "backward of the last"])
     @example(names=["backward", "halve the masters'", "read", "clear a part"])
     @example(names=["backward", "clip the model's", "read", "clear a part"])
@@ -820,3 +822,39 @@ def test_a_backward_adds_to_what_masters_were_given_in_the_place_of_what_was_cle
         of.step()
     found = values(amp.master_params(optimizer))
     torch.testing.assert_close(found, values(plain.parameters()), rtol=2e-2, atol=5e-3)
+
+
+@pytest.mark.parametrize("fused_step", [False, True])
+@pytest.mark.parametrize("opt_level", WITH_MASTERS)
+def test_what_is_added_to_gradients_of_a_step_beside_a_part_of_its_own_is_stepped(
+    amp, opt_level, fused_step
+):
+    """A script that clears the head alone lets the body's gradients add up from step to step."""
+    model = nn.ParameterList([torch.zeros(1), torch.zeros(1)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    options = {"fused_step": fused_step, "loss_scale": 1.0, "verbosity": 0}
+    amp.initialize(model, optimizer, opt_level=opt_level, **options)
+    (model[0].float() + model[1].float()).sum().backward()
+    optimizer.step()
+    model[1].grad = None
+    (model[1].float() * 0.5).sum().backward()
+    assert [param.grad is not None for param in amp.master_params(optimizer)][1]
+    (model[0].float() + model[1].float()).sum().backward()
+    optimizer.step()
+    body, head = (param.item() for param in amp.master_params(optimizer))
+    assert (body, head) == (-3.0, -2.5)
+
+
+@pytest.mark.parametrize("opt_level", WITH_MASTERS)
+def test_micro_batches_wait_for_no_device_though_masters_were_read(amp, opt_level):
+    model, optimizer = start(amp, opt_level, loss_scale=1.0)
+    for _ in range(100):  # in the first passes gradients are looked at
+        backward(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    backward(model)
+    assert all(param.grad is not None for param in amp.master_params(optimizer))
+    with CountItems() as items:
+        backward(model)
+        backward(model)
+    assert items.count <= 1

@@ -104,6 +104,6 @@ def init(
     session.cast_without_model(resolve(opt_level), rules_of_lists(allow_banned), bool(verbose))
     session.call_at_deactivate(_amp_state.forget)
     handle = AmpHandle(loss_scale, enable_caching, verbose, opt_level=opt_level)
-    session.call_at_deactivate(handle.casts_are_off)
+    handle.casts_are_on()
     _amp_state.handle = handle
     return handle

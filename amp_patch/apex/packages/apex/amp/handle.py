@@ -50,8 +50,12 @@ class AmpHandle:
         """Return whether functions are cast."""
         return self._is_active
 
-    def casts_are_off(self) -> None:
-        """All functions are as they were; `apex.amp.init` has the session say so."""
+    def casts_are_on(self) -> None:
+        """Functions cast from now on, until the session ends."""
+        self._is_active = True
+        session.call_at_deactivate(self._casts_are_off)
+
+    def _casts_are_off(self) -> None:
         self._is_active = False
 
     def _disable_casts(self) -> Any:
@@ -89,6 +93,7 @@ class AmpHandle:
             )
             session.verbosity = 1  # it is the level that init() does not print
             attach(optimizer)
+            self.casts_are_on()
 
     def _clear_cache(self) -> None:
         session.cache.mark_stale()
@@ -100,7 +105,7 @@ class AmpHandle:
         """Restore every function, model and optimizer; see `amp_patch.amp.deactivate`."""
         is_known = vars(_amp_state).get("handle") is self
         amp.deactivate()
-        self.casts_are_off()
+        self._casts_are_off()
         if is_known:  # scripts that deactivate what they train next ask for it again
             _amp_state.handle = self
             session.call_at_deactivate(_amp_state.forget)
