@@ -6,8 +6,6 @@ a script reads theirs. A further backward then finds none to add to, so it is gi
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from amp_patch.kernels.getters import GRAD
 from amp_patch.weights.own_gradients import OwnGradients
 from amp_patch.weights.parameter_lists import look_up, store_grad, stored_grad
@@ -124,25 +122,23 @@ class OutsidePasses:
         shown = pairs.select(are_received)
         if not self._are_written(shown):
             return
-        cleared = set(map(id, self._clear_as_halves(shown)))
+        self._clear_as_halves(shown)
         self._forget_received()
         for param, master in zip(*shown, strict=True):
-            if id(param) not in cleared or stored_grad(master) is not None:
-                give_rounded(param, master)
+            give_rounded(param, master)
         self._own.forget()
 
-    def _clear_as_halves(self, shown: ParamPairs) -> list[Tensor]:
+    def _clear_as_halves(self, shown: ParamPairs) -> None:
         """Clear what masters have received of half gradients that the script has cleared since.
 
-        Not what it has given them; returns the parameters of those.
+        Not what it has given them.
         """
         if self._received.are_untouched():
-            return []
+            return
         stored, cleared = self._received.stored(), self._received.changes(shown).cleared
         for master in cleared.master:
             if id(stored_grad(master)) in stored or self._own.has_stored(master):
                 store_grad(master, None)
-        return cleared.model
 
     def _are_written(self, shown: ParamPairs) -> bool:
         """Return whether a script wrote to what masters have received; may wait for a device."""
