@@ -6,6 +6,7 @@ may mend nothing. Knows how calls are run again; nothing of how the search found
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -23,6 +24,9 @@ from .ranges import can_look, kinds_in
 from .recorded_calls import Call
 from .rerun import Rerun
 from .watch import Origin
+
+#: How many later calls are followed, at most: each is run up to three times, at each overflow.
+_MOST = 30
 
 
 class Stuck(NamedTuple):
@@ -52,8 +56,8 @@ class LaterCalls:
     Attributes:
         needed: the modules that must be in fp32 as well, each with the model that was called.
         stuck: the first call that fp32 does not mend, where the search ends; None for none.
-        untried: the first model that was given inf or NaN that no known call has returned as it
-            is; None for none.
+        untried: the first model whose call was not tried: it was given inf or NaN that no known
+            call has returned as it is, or cannot be run again; None for none.
     """
 
     def __init__(self, call: Call, origin: Origin, mended: Mended, later: Iterable[Call]) -> None:
@@ -65,9 +69,13 @@ class LaterCalls:
         self._returned: list[tuple[Tensor, Tensor]] = []  # in the first run, and mended
         self._put_in_float(call, origin, mended)
         self._run(call, call)
-        for one in later:
-            if self.stuck is None:
+        for one in itertools.islice(later, _MOST):
+            if self.stuck is not None:
+                return
+            try:
                 self._follow(one)
+            except Exception:  # a call that cannot be made again, or a full GPU: the mend stands
+                self.untried = self.untried or one.model()
 
     def _follow(self, call: Call) -> None:
         """Run a call again if it was given what an earlier one returned."""
@@ -122,10 +130,19 @@ class LaterCalls:
         now = Rerun(given, [first.model.get_submodule(path) for path in paths], stays=stays)
         first.forward()
         left = now.forward()
-        pairs = list(zip(first.outputs, now.outputs, strict=False))
-        # what a model returns a second time, as one that is fed its own, is what it returned last
-        self._returned = [*((a.detach(), b.detach()) for a, b in pairs), *self._returned]
-        return left
+        # Of what was finite nothing is mended. What a model returns a second time, as one that is
+        # fed its own, is what it returned last.
+        pairs = zip(first.outputs, now.outputs, strict=False)
+        new = [(a.detach(), b.detach()) for a, b in pairs if kinds_in([a])]
+        self._returned = [*new, *self._returned]
+        return left if _is_felt(call, now.outputs) else None
+
+
+def _is_felt(call: Call, outputs: Sequence[Tensor]) -> bool:
+    """Return whether an output that is not finite may matter: not if no gradient reached it."""
+    reached = {index for grads in call.grads.values() for index in grads}
+    felt = [one for index, one in enumerate(outputs) if not reached or index in reached]
+    return bool(kinds_in(felt))
 
 
 def _same_numbers(one: Tensor, other: Tensor) -> bool:

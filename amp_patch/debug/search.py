@@ -95,10 +95,11 @@ class Search:
         if later.untried is None:
             return found
         name = named(later.untried)
+        at = f"`{name}`" if name else "the model"
         return _noted(
             found,
-            f"{f'`{name}`' if name else 'The model'} was given inf or NaN that the script made "
-            "of such a result: whether that fits there in float32 was not tried.",
+            f"Whether {at} bears the mended result was not tried: it was given inf or NaN that no "
+            "model has returned as it is, or its call cannot be run again.",
         )
 
     def _of_spoiled_loss(self, loss: Range) -> Cause:

@@ -235,5 +235,30 @@ def test_what_the_script_makes_of_a_result_is_not_tried_and_the_report_says_so(
 ) -> None:
     cause = found(amp, "O1", [Encoder(), Linear()], between=MADE[between])
     assert cause.rule == {"0:": "float"}
-    words = "`1:` was given inf or NaN that the script made of such a result: whether that fits"
+    words = "Whether `1:` bears the mended result was not tried: it was given inf or NaN that no"
     assert words in cause.note
+
+
+class HalfOnly(Linear):
+    """A head that refuses a mended result."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.dtype is torch.float16
+        return super().forward(x)
+
+
+class WithMask(HandsOn):
+    """A head with a second result that is inf in any precision, and that no loss uses."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x) * 1e-6, 1.0 / torch.zeros(WIDTH)
+
+
+@pytest.mark.parametrize(("head", "is_tried"), [(HalfOnly, False), (WithMask, True)])
+def test_the_mend_of_the_first_call_stands_whatever_a_later_one_does(
+    amp, head: type[nn.Module], is_tried: bool
+) -> None:
+    parts = [Encoder(), head(), HandsOn()]
+    cause = found(amp, "O1", parts, between=lambda one: one[0] if type(one) is tuple else one)
+    assert (cause.mended_by, cause.rule) == ("module", {"0:": "float"})
+    assert ("was not tried" in cause.note) is not is_tried
