@@ -36,7 +36,7 @@ NOTHING = (
     metavar="loss|REGEX",
     help="What is to stay as in fp32: the loss given to amp.scale_loss, its mean over the last "
     "tenth of the steps; or the last number that the script prints where this matches, such as "
-    r"'accuracy: ([-+.\w]+)'.",
+    r"'accuracy: ([-+.\d]+|nan)'.",
 )
 @options.tolerance(
     "1%", "Largest difference of the metric from fp32's, as a share of it.", may_be_zero=False

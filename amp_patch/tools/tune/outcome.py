@@ -21,7 +21,7 @@ _SETTLES = 16
 WORDS = 100
 NO_LOSS = (
     "no loss was given to amp.scale_loss; name another metric, a number that the script prints: "
-    r"--metric 'accuracy: ([-+.\w]+)'"
+    r"--metric 'accuracy: ([-+.\d]+|nan)'"
 )
 #: A number as Python prints it; the hyphen of "top-5" and of "3-5" is no sign.
 _NUMBER = re.compile(r"(?:(?<![\w.)])[-+])?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
