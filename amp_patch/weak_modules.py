@@ -18,10 +18,11 @@ Value = TypeVar("Value")
 
 
 class ModuleTable(MutableMapping[nn.Module, Value]):
-    """A dictionary by modules, of which an entry goes with its module."""
+    """A dictionary by modules, of which an entry goes with its module; not to be copied."""
 
     def __init__(self) -> None:
-        # a module that goes takes its entry away before another can have its id
+        # id of the module -> (weak reference, value); the reference takes the entry away when the
+        # module is freed, before another one can have its id
         self._entries: dict[int, tuple[weakref.ref[nn.Module], Value]] = {}
 
     def __getitem__(self, module: nn.Module) -> Value:
@@ -47,6 +48,10 @@ class ModuleTable(MutableMapping[nn.Module, Value]):
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    def clear(self) -> None:
+        """Take all entries away."""
+        self._entries.clear()
 
     def get(self, module: nn.Module, default: Any = None) -> Any:
         """Return what a module has, or ``default``."""

@@ -28,6 +28,8 @@ def test_modules_are_told_apart_by_identity() -> None:
     assert table.setdefault(other, "other") == "other"
     assert table.pop(one) == "it again"
     assert [module is other for module in table] == [True]
+    table.clear()
+    assert len(table) == 0
 
 
 def test_an_entry_goes_with_its_module() -> None:

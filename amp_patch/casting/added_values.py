@@ -15,12 +15,16 @@ from typing import Any
 
 from torch import Tensor, int64
 
+from .argument_casts import tensors_in
 from .mode import HALVES, casts_are_on, mode
 
 Function = Callable[..., Any]
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
+#: A tensor of more numbers than the first gets a float32 copy only where it has at most so many
+#: times as many as what is added.
+_SMALL, _SHARE = 1 << 16, 16
 #: Reductions that half precision is too coarse for.
 _COARSE = frozenset({"mean", "prod", "sum"})
 
@@ -49,11 +53,22 @@ def adding_in_float32(function: Function) -> Function:
             return function(*args, **kwargs)
         if kwargs.get("out") is not None or not (mode.stored is not None or casts_are_on()):
             return function(*args, **kwargs)
+        if target.numel() > _SMALL and _are_few(target, (args[1:], kwargs)):
+            return function(*args, **kwargs)
         named = {key: _in_float32(value) for key, value in kwargs.items()}
         wide = function(*[_in_float32(value) for value in args], **named)
         return target.copy_(wide) if in_place else wide.to(dtype)
 
     return add
+
+
+def _are_few(target: Tensor, others: Any) -> bool:
+    """Return whether a copy of the target would take longer than all that is added to it.
+
+    So it is where a few rows are added to a table of words.
+    """
+    most = max((one.numel() for one in tensors_in(others)), default=0)
+    return target.numel() > _SHARE * most
 
 
 def _in_float32(value: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from casting_support import HALF_OF, activate, called_at
+from support import allocations
 from torch import Tensor, nn
 
 from amp_patch import amp as core
@@ -310,3 +311,21 @@ def test_a_lookup_as_is_documented_has_the_gradient_of_float64(
     exact = torch.zeros(PLACES, 1, dtype=torch.float64).index_add(0, INDEX, weights.double())
     assert found.dtype is table.dtype
     torch.testing.assert_close(found.double(), exact, rtol=torch.finfo(table.dtype).eps, atol=0)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_few_rows_that_are_added_to_a_table_make_no_copy_of_it(
+    amp: ModuleType, level: str
+) -> None:
+    half = HALF_OF[level]
+    table, rows = torch.zeros(40_000, 8, dtype=half), torch.ones(4, 8, dtype=half)
+    ids = torch.tensor([3, 5, 3, 7])
+    calls = {
+        "index_put_": lambda: table.index_put_((ids,), rows, accumulate=True),
+        "index_add_": lambda: table.index_add_(0, ids.int(), rows),
+        "index_add_ times": lambda: table.index_add_(0, ids, rows, alpha=-2),
+    }
+    for name, call in calls.items():
+        taken = inside(amp, level, lambda call=call: allocations(call))
+        assert sum(taken) < table.nbytes // 4, name
+    assert table[:, 0].nonzero().flatten().tolist() == []
