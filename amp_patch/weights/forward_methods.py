@@ -71,18 +71,18 @@ class ForwardMethods:
         self._patch_own(kind, name, self._models())
 
     def _patch_own(self, kind: type[nn.Module], name: str, models: Iterable[nn.Module]) -> None:
-        """Have what a script has set at a module in the place of its class's method cast.
+        """Have a bound method that a module has in the place of its class's cast.
 
-        As torch's `register_fsdp_forward_method` does it. That calls the method which the class had
-        then, and so never the one that casts, unless this was there before.
+        Torch's `register_fsdp_forward_method` sets one. That calls the method which the class had
+        then, and so never the one that casts, unless this was there before. A plain function is
+        left as it is: bound, it would be pickled as the class's method.
         """
         for module in {id(one): one for model in models for one in model.modules()}.values():
             method = vars(module).get(name)
-            is_bound = isinstance(method, types.MethodType) and method.__self__ is module
-            if not isinstance(module, kind) or not (is_bound or type(method) is types.FunctionType):
+            if not (isinstance(module, kind) and isinstance(method, types.MethodType)):
                 continue
-            if getattr(method, "__func__", None) not in self._made:
-                casting = self._casting(_with_self(method, getattr(kind, name)))
+            if method.__self__ is module and method.__func__ not in self._made:
+                casting = self._casting(method.__func__)
                 self._made.add(casting)
                 bound = types.MethodType(casting, module)  # a copy of the module gets its own
                 self._patches.replace(module, name, bound, weakly=True)
@@ -115,23 +115,6 @@ class ForwardMethods:
 
 #: Before torch 2.7, which brought this, torch.compile does not trace how hooks are found.
 _SEES_HOOKS = hasattr(torch._C._dynamo.eval_frame, "set_code_exec_strategy")
-
-
-def _with_self(method: Any, of_class: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method that a module has for itself as one of its class, which takes the module.
-
-    Args:
-        method: a function, which is given no module, or a bound method.
-        of_class: what the class has, with the same arguments.
-    """
-
-    @functools.wraps(of_class)
-    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(method, types.MethodType):
-            return method.__func__(module, *args, **kwargs)
-        return method(*args, **kwargs)
-
-    return call
 
 
 def _has(model: nn.Module, part: nn.Module) -> bool:
