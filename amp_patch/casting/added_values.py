@@ -1,6 +1,6 @@
 """Half values that are added up at indices are added in float32, and the sum is rounded once.
 
-So a node's degree, the denominator of an attention and the count of a class are made. Torch adds
+Such are a node's degree, the denominator of an attention, the count of a class. Torch adds
 one by one in the tensor's dtype, where a sum of ones ends at 2048 in float16 and at 256 in
 bfloat16: on a CPU in `index_put_` and its like, on a GPU in all that add by atomics. What its
 kernel adds in float32 anyway is left to it. Knows these kernels and the mode of the thread; nothing
@@ -88,7 +88,7 @@ def _reduces(target: Tensor, args: Args, kwargs: Kwargs) -> bool:
 
 
 def _adds_rows(target: Tensor, args: Args, kwargs: Kwargs) -> bool:
-    """Tell it of `index_add`. On a CPU torch adds rows of the first dimension in float32."""
+    """Return whether `index_add` would add in half; on a CPU not so rows of dimension 0."""
     if not target.is_cpu:
         return _are_many(target, args, kwargs)
     if target.dim() < 2 or _given(args, kwargs, 1, "dim") not in (0, -target.dim()):
@@ -98,17 +98,17 @@ def _adds_rows(target: Tensor, args: Args, kwargs: Kwargs) -> bool:
 
 
 def _scatters(target: Tensor, args: Args, kwargs: Kwargs) -> bool:
-    """Tell it of `scatter_add`. On a CPU torch scatters into a float32 copy."""
+    """Return whether `scatter_add` would; on a CPU torch scatters into a float32 copy."""
     return not target.is_cpu and _are_many(target, args, kwargs)
 
 
 def _scatters_reduced(target: Tensor, args: Args, kwargs: Kwargs) -> bool:
-    """Tell it of `scatter_reduce`, which is as `scatter_add` is."""
+    """Return whether `scatter_reduce` would, which is as `scatter_add` is."""
     return _scatters(target, args, kwargs) and _reduces(target, args, kwargs)
 
 
 def _are_many(target: Tensor, args: Args, kwargs: Kwargs) -> bool:
-    """Tell whether more is added along a dimension than it has places, or to single numbers.
+    """Return whether more is added along a dimension than it has places, or to single numbers.
 
     Else sums are short: an expert of a mixture adds the rows of its tokens, each of them once, to
     those of all. A float32 copy of all for each expert would take longer than what it computes.
@@ -121,7 +121,7 @@ def _are_many(target: Tensor, args: Args, kwargs: Kwargs) -> bool:
     return index.size(dim if index.dim() > 1 else 0) > target.size(dim)
 
 
-#: Which calls are meant, of functions by their name: they get the arguments, the first one twice.
+#: By a function's name what says whether a call adds in half: it gets the target, and all arguments.
 _ADDING: dict[str, Callable[[Tensor, Args, Kwargs], bool]] = {
     "index_add": _adds_rows,
     "index_put": _accumulates,

@@ -153,8 +153,8 @@ def _in_float32(cause: Facts) -> str:
         after = f" Hand {its} on in the dtype of the input (`.to(x.dtype)`)."
         if cause.stays:
             after = " Leave its result in float32: half precision cannot hold it."
-    if cause.beyond:
-        others = " and ".join(f"`{one}`" for one in cause.beyond)
+    if cause.also_later:
+        others = " and ".join(f"`{one}`" for one in cause.also_later)
         after += (
             f" {_capital(_alone(cause))} is not enough: compute {others}, to which its result is "
             "given, in such a block as well."
@@ -164,7 +164,7 @@ def _in_float32(cause: Facts) -> str:
 
 def _alone(cause: Facts) -> str:
     """Return the words for what was tried in fp32 and mends its own model only."""
-    names = [cause.number + one for one in cause.in_float]
+    names = [cause.model_key + one for one in cause.in_float]
     return f"{' and '.join(f'`{one}`' if one else 'the model' for one in names)} alone"
 
 

@@ -73,8 +73,8 @@ class Facts:
         by_rule: whether a rule of the operator's function mends it as well as the module.
         around: the path of the module around it that must be in fp32 in its place, "" for none.
         stays: whether what the module returns must stay in fp32.
-        beyond: modules of later calls, which were given the result, that must be in fp32 as well,
-            as a rules file names them.
+        also_later: modules of later calls, which were given the result, that must be in fp32 as
+            well, as a rules file names them.
         stuck_at: the later call, as a rules file names its model, that cannot hold what the module
             returns in fp32; "" for none, and "the model" for the only one.
         off_at: of a backward, the loss scale at which it overflows nowhere, where half rounds its
@@ -113,7 +113,7 @@ class Facts:
     by_rule: bool = False
     around: str = ""
     stays: bool = False
-    beyond: tuple[str, ...] = ()
+    also_later: tuple[str, ...] = ()
     stuck_at: str = ""
     off_at: float | None = None
 
@@ -137,11 +137,11 @@ class Facts:
         """The rule of a module that mends it, for a rules file or ``rules=``; {} for none."""
         if self.is_loss_scale or self.diverges or self.mended_by not in ("module", "model"):
             return {}
-        modules = (*(self.number + module for module in self.in_float), *self.beyond)
+        modules = (*(self.model_key + module for module in self.in_float), *self.also_later)
         return dict.fromkeys(modules, "float")
 
     @property
-    def number(self) -> str:
+    def model_key(self) -> str:
         """What stands before the path of a module in a rules file: "1:", or nothing."""
         return self.path[: len(self.path) - len(self.module)]
 

@@ -56,8 +56,8 @@ class LaterCalls:
     Attributes:
         needed: the modules that must be in fp32 as well, each with the model that was called.
         stuck: the first call that fp32 does not mend, where the search ends; None for none.
-        untried: the first model whose call was not tried: it was given inf or NaN that no known
-            call has returned as it is, or cannot be run again; None for none.
+        untried: the first model whose call was not tried: it was given inf or NaN that is no
+            recorded output, or cannot be run again; None for none.
     """
 
     def __init__(self, call: Call, origin: Origin, mended: Mended, later: Iterable[Call]) -> None:
@@ -66,7 +66,7 @@ class LaterCalls:
         self.untried: nn.Module | None = None
         # the modules of each model in fp32, and whether what they return stays there
         self._in_float: ModuleTable[tuple[list[str], bool]] = ModuleTable()
-        self._returned: list[tuple[Tensor, Tensor]] = []  # in the first run, and mended
+        self._returned: list[tuple[Tensor, Tensor]] = []  # outputs as recorded, and mended
         self._put_in_float(call, origin, mended)
         self._run(call, call)
         for one in itertools.islice(later, _MOST):
@@ -81,7 +81,7 @@ class LaterCalls:
         """Run a call again if it was given what an earlier one returned."""
         model = call.model()
         assert model is not None
-        inputs = map_tensors(self._mended, call.inputs)
+        inputs = map_tensors(self._replacement_for, call.inputs)
         if kinds_in(tensors_in(inputs)) - {"-inf"}:  # a mask has that
             self.untried = self.untried or model
             return
@@ -99,7 +99,7 @@ class LaterCalls:
         self.needed += [(model, path) for path in self._put_in_float(given, left, mended)]
         self._run(call, given)
 
-    def _mended(self, tensor: Tensor) -> Tensor:
+    def _replacement_for(self, tensor: Tensor) -> Tensor:
         """Return what is in the place of an input of a later call; itself where it is no result."""
         for first, now in self._returned:
             if _same_numbers(first, tensor):

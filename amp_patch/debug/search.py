@@ -90,8 +90,8 @@ class Search:
         if later.stuck is not None:
             at = named(later.stuck.model) or "the model"
             return replace(found, mended_by=later.stuck.by, by_rule=False, stuck_at=at)
-        beyond = tuple(named(model, path) for model, path in later.needed)
-        found = replace(found, beyond=beyond, by_rule=found.by_rule and not beyond)
+        needed = tuple(named(model, path) for model, path in later.needed)
+        found = replace(found, also_later=needed, by_rule=found.by_rule and not needed)
         if later.untried is None:
             return found
         name = named(later.untried)

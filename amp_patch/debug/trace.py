@@ -288,9 +288,9 @@ _MENDS: Sequence[Mend | None] = (None, "module", "model", "level", "script", "no
 
 def _together(cause: Cause, before: Cause) -> Cause:
     """Return one of two steps' cause: what mends it must mend both."""
-    also, beyond = (
+    also, later = (
         tuple(dict.fromkeys((*one, *other)))
-        for one, other in ((before.also, cause.also), (before.beyond, cause.beyond))
+        for one, other in ((before.also, cause.also), (before.also_later, cause.also_later))
     )
     # what came up before any weight had grown is no matter of the learning rate
     growth = min(cause.growth, before.growth)
@@ -300,7 +300,7 @@ def _together(cause: Cause, before: Cause) -> Cause:
     if most.mended_by not in ("module", "model"):
         return most
     also = also if most.mended_by == "module" else most.also
-    return replace(most, also=also, beyond=beyond, by_rule=most.by_rule and not beyond)
+    return replace(most, also=also, also_later=later, by_rule=most.by_rule and not later)
 
 
 def _to_do(cause: Cause) -> tuple[Any, ...]:
