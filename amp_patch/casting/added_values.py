@@ -121,7 +121,7 @@ def _are_many(target: Tensor, args: Args, kwargs: Kwargs) -> bool:
     return index.size(dim if index.dim() > 1 else 0) > target.size(dim)
 
 
-#: By a function's name what says whether a call adds in half: it gets the target, and all arguments.
+#: By a function's name what says whether a call adds in half; gets the target, and all arguments.
 _ADDING: dict[str, Callable[[Tensor, Args, Kwargs], bool]] = {
     "index_add": _adds_rows,
     "index_put": _accumulates,
