@@ -161,8 +161,15 @@ class BackwardPass:
         for one in self._optimizers:
             if one.gradients.may_be_cleared or one.skip.is_certain:
                 one.cleared.drop()
+        self._begin_each(is_on)
+
+    def _begin_each(self, is_on: bool) -> None:
         is_alone = len(self._optimizers) == 1
-        for one, pairs in self._share("model"):
+        shares = self._share("model")
+        if not (is_alone or self._are_apart):
+            for one in self._optimizers:  # each has a master of what a plain backward has reached
+                one.shown.receive_unscaled()
+        for one, pairs in shares:
             self._open.append((one, pairs))
             one.begin(pairs, self._scale, self, is_on, is_alone)
 

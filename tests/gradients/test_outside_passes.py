@@ -858,3 +858,23 @@ def test_micro_batches_wait_for_no_device_though_masters_were_read(amp, opt_leve
         backward(model)
         backward(model)
     assert items.count <= 1
+
+
+@pytest.mark.parametrize("fused_step", [False, True])
+@pytest.mark.parametrize("loss_scale", [1.0, 128.0])
+@pytest.mark.filterwarnings("ignore:at a level with a loss scale every loss")
+def test_each_optimizer_of_a_layer_steps_what_a_plain_backward_left_before_their_block(
+    amp, fused_step, loss_scale
+):
+    model = nn.ParameterList([torch.zeros(1), torch.zeros(1)])
+    both = [torch.optim.SGD(params, lr=1.0) for params in (model.parameters(), [model[1]])]
+    options = {"fused_step": fused_step, "loss_scale": loss_scale, "verbosity": 0}
+    amp.initialize(model, both, opt_level="O2", **options)
+    (model[0].float() + 2.0 * model[1].float()).sum().backward()
+    with amp.scale_loss((model[0].float() + model[1].float()).sum(), both) as scaled:
+        scaled.backward()
+    found = []
+    for optimizer in both:
+        optimizer.step()
+        found.append([value.item() for value in model.state_dict().values()])
+    assert found == [[-2.0, -3.0], [-2.0, -6.0]]
