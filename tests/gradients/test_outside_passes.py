@@ -782,6 +782,7 @@ ACTIONS = {
 @pytest.mark.parametrize("opt_level", WITH_MASTERS)
 def test_what_a_script_clips_and_clears_by_hand_is_as_in_plain_pytorch(amp, opt_level, fused_step):
     model, optimizer = start(amp, opt_level, loss_scale=1.0, fused_step=fused_step)
+    initial = values(model.parameters())
 
     @given(names=st.lists(st.sampled_from(sorted(ACTIONS)), max_size=8))
     @example(names=["backward", "clip the model's", "clear", "backward"])
@@ -792,6 +793,8 @@ def test_what_a_script_clips_and_clears_by_hand_is_as_in_plain_pytorch(amp, opt_
     @example(names=["backward", "halve the masters'", "read", "clear a part"])
     @example(names=["backward", "clip the model's", "read", "clear a part"])
     def run(names):
+        with torch.no_grad():
+            torch._foreach_copy_(list(model.parameters()), initial)
         plain, plain_optimizer = float32_twin(amp, model, optimizer)
         for name in [*names, "step"]:
             ACTIONS[name](model, optimizer, lambda: list(amp.master_params(optimizer)))
