@@ -22,8 +22,8 @@ Function = Callable[..., Any]
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
-#: A tensor of more numbers than the first gets a float32 copy only where it has at most so many
-#: times as many as what is added.
+#: A target of more than `_SMALL` numbers gets a float32 copy only where it has at most `_SHARE`
+#: times as many as what is added to it.
 _SMALL, _SHARE = 1 << 16, 16
 #: Reductions that half precision is too coarse for.
 _COARSE = frozenset({"mean", "prod", "sum"})

@@ -68,7 +68,7 @@ class LaterCalls:
         self._in_float: ModuleTable[tuple[list[str], bool]] = ModuleTable()
         self._returned: list[tuple[Tensor, Tensor]] = []  # outputs as recorded, and mended
         self._put_in_float(call, origin, mended)
-        self._run(call, call)
+        self._run(call, _outputs_of(call))
         for one in itertools.islice(later, _MOST):
             if self.stuck is not None:
                 return
@@ -89,7 +89,8 @@ class LaterCalls:
             return
         # the level casts what a whole model is given
         given = call.given(inputs, takes_float=root_of(model)[0] is not model)
-        left = self._run(call, given)
+        recorded = _outputs_of(call)
+        left = self._run(given, recorded)
         if left is None:
             return
         mended = mend(given, left, None)
@@ -97,7 +98,7 @@ class LaterCalls:
             self.stuck = Stuck(model, mended.by)
             return
         self.needed += [(model, path) for path in self._put_in_float(given, left, mended)]
-        self._run(call, given)
+        self._run(given, recorded)
 
     def _replacement_for(self, tensor: Tensor) -> Tensor:
         """Return what is in the place of an input of a later call; itself where it is no result."""
@@ -118,24 +119,31 @@ class LaterCalls:
         self._in_float[model] = [*known, *new], stays or mended.stays
         return new
 
-    def _run(self, call: Call, given: Call) -> Origin | None:
-        """Run a call as it was, and as it is mended; return what is still not finite.
+    def _run(self, given: Call, recorded: Sequence[Tensor]) -> Origin | None:
+        """Run a call as it is mended; return what is still not finite.
 
         Args:
-            call: as it was recorded.
-            given: the same with mended inputs.
+            given: the call, with mended inputs.
+            recorded: what it returned as it was recorded.
         """
-        first = Rerun(call)
-        paths, stays = self._in_float.get(first.model, ([], False))
-        now = Rerun(given, [first.model.get_submodule(path) for path in paths], stays=stays)
-        first.forward()
+        model = given.model()
+        assert model is not None
+        paths, stays = self._in_float.get(model, ([], False))
+        now = Rerun(given, [model.get_submodule(path) for path in paths], stays=stays)
         left = now.forward()
         # Of what was finite nothing is mended. What a model returns a second time, as one that is
         # fed its own, is what it returned last.
-        pairs = zip(first.outputs, now.outputs, strict=False)
+        pairs = zip(recorded, now.outputs, strict=False)
         new = [(a.detach(), b.detach()) for a, b in pairs if kinds_in([a])]
         self._returned = [*new, *self._returned]
-        return left if _is_felt(call, now.outputs) else None
+        return left if _is_felt(given, now.outputs) else None
+
+
+def _outputs_of(call: Call) -> list[Tensor]:
+    """Return what a call returned as it was recorded."""
+    one = Rerun(call)
+    one.forward()
+    return one.outputs
 
 
 def _is_felt(call: Call, outputs: Sequence[Tensor]) -> bool:

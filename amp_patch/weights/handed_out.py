@@ -113,7 +113,8 @@ class HandedOut:
         """Return whether a state dict has got a tensor as an fp32 value since the last use."""
         if not self.are_held:
             return False
-        return any(place(tensor) in places for places in self._places.values())
+        found = place(tensor)
+        return any(found in places for places in self._places.values())
 
     def take_over(self, modules: Iterable[nn.Module] | None = None) -> None:
         """Enter what was written to values, and let go of these.

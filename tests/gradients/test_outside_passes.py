@@ -715,15 +715,19 @@ def test_zeros_in_what_an_earlier_step_has_used_are_added_to(amp, fused_step):
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
 
 
+def two_numbers(amp, opt_level, **options):
+    """Return a model of two numbers, 0 at first, and an optimizer that steps them by gradients."""
+    model = nn.ParameterList([torch.zeros(1), torch.zeros(1)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    return amp.initialize(model, optimizer, opt_level=opt_level, verbosity=0, **options)
+
+
 @pytest.mark.parametrize("fused_step", [False, True])
 @pytest.mark.parametrize("opt_level", WITH_MASTERS)
 def test_what_a_step_has_used_is_not_stepped_beside_another_parts_plain_backward(
     amp, opt_level, fused_step
 ):
-    model = nn.ParameterList([torch.zeros(1), torch.zeros(1)])
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    options = {"fused_step": fused_step, "loss_scale": 64.0, "verbosity": 0}
-    amp.initialize(model, optimizer, opt_level=opt_level, **options)
+    model, optimizer = two_numbers(amp, opt_level, fused_step=fused_step, loss_scale=64.0)
     with amp.scale_loss(model[0].float().sum() * 2.0, optimizer) as scaled:
         scaled.backward()
     optimizer.step()
@@ -833,19 +837,15 @@ def test_what_is_added_to_gradients_of_a_step_beside_a_part_of_its_own_is_steppe
     amp, opt_level, fused_step
 ):
     """A script that clears the head alone lets the body's gradients add up from step to step."""
-    model = nn.ParameterList([torch.zeros(1), torch.zeros(1)])
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    options = {"fused_step": fused_step, "loss_scale": 1.0, "verbosity": 0}
-    amp.initialize(model, optimizer, opt_level=opt_level, **options)
+    model, optimizer = two_numbers(amp, opt_level, fused_step=fused_step, loss_scale=1.0)
     (model[0].float() + model[1].float()).sum().backward()
     optimizer.step()
     model[1].grad = None
     (model[1].float() * 0.5).sum().backward()
-    assert [param.grad is not None for param in amp.master_params(optimizer)][1]
+    assert stepped_by(optimizer)[1].grad is not None  # reads it
     (model[0].float() + model[1].float()).sum().backward()
     optimizer.step()
-    body, head = (param.item() for param in amp.master_params(optimizer))
-    assert (body, head) == (-3.0, -2.5)
+    assert [param.item() for param in amp.master_params(optimizer)] == [-3.0, -2.5]
 
 
 @pytest.mark.parametrize("opt_level", WITH_MASTERS)
