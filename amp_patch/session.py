@@ -173,8 +173,7 @@ class Session:
         with contextlib.ExitStack() as on_error:
             self._start(level, on_error)
             on_error.callback(Snapshot(models, stepping).restore)
-            self._tell_of_casts(tells_casts, on_error)
-            self._patch_functions(models, level, rules, on_error)
+            self._patch_functions(models, level, rules, tells_casts, on_error)
             on_error.callback(self.store.end_conversion)
             self.models.set_up(models, level, stepped, rules_of_each, on_error)
             self.optimizers.set_up(
@@ -231,22 +230,29 @@ class Session:
         models: Sequence[nn.Module],
         level: OptLevel,
         rules: Mapping[str, str],
+        tells_casts: bool,
         on_error: contextlib.ExitStack,
     ) -> None:
         """Patch for these models; where there is none, for tensors that no model has."""
         if level.casts_functions and not models and not self.models.levels:
-            self._patch_for_all(level, rules, on_error)
+            self._patch_for_all(level, rules, tells_casts, on_error)
         else:
-            self.functions.set_up(models, level, rules, self._casting_dtypes(), on_error)
+            casting, told = self._casting_dtypes(), _announce if tells_casts else None
+            self.functions.set_up(models, level, rules, casting, on_error, told)
 
     def _patch_for_all(
-        self, level: OptLevel, rules: Mapping[str, str], on_error: contextlib.ExitStack
+        self,
+        level: OptLevel,
+        rules: Mapping[str, str],
+        tells_casts: bool,
+        on_error: contextlib.ExitStack,
     ) -> None:
         """Functions cast for any caller, on every device, until `deactivate`."""
         on_error.callback(setattr, self, "_without_model", self._without_model)
         self._without_model = {level.half_dtype}
         reached = instances(nn.Module)
-        self.functions.set_up(reached, level, rules, self._casting_dtypes(), on_error)
+        casting, told = self._casting_dtypes(), _announce if tells_casts else None
+        self.functions.set_up(reached, level, rules, casting, on_error, told)
         process.devices = ALL_DEVICES
 
     @_one_at_a_time
@@ -264,8 +270,7 @@ class Session:
         """
         with contextlib.ExitStack() as on_error:
             self._start(level, on_error)
-            self._tell_of_casts(tells_casts, on_error)
-            self._patch_for_all(level, rules, on_error)
+            self._patch_for_all(level, rules, tells_casts, on_error)
             on_error.pop_all()
         self.models.cast_functions()
         self.history.add(level.name)
@@ -389,10 +394,6 @@ class Session:
         """``enabled=False``: see `Lookup.disable`."""
         self.was_used = True
         self.lookup.disable(optimizers)
-
-    def _tell_of_casts(self, tells_casts: bool, on_error: contextlib.ExitStack) -> None:
-        on_error.callback(setattr, self.casts, "observer", self.casts.observer)
-        self.casts.observer = _announce if tells_casts else None
 
     def announce(self, message: str) -> None:
         """Print a message of apex's, unless ``verbosity`` is 0."""

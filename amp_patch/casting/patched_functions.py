@@ -79,6 +79,7 @@ class PatchedFunctions:
         rules: Mapping[str, str],
         casting: set[torch.dtype],
         on_error: contextlib.ExitStack,
+        observer: Callable[[str], None] | None = None,
     ) -> None:
         """Patch for models that come at ``level``; earlier rules hold while ``casting`` has any.
 
@@ -88,6 +89,7 @@ class PatchedFunctions:
             rules: dotted path -> rule, see `expand`.
             casting: the half dtypes of the models that live at O1 or O4.
             on_error: gets what undoes it.
+            observer: see `Casts`; of all functions that cast from now on.
         """
         on_error.callback(process.restore, process.save())
         process.region_dtype = level.half_dtype
@@ -97,10 +99,11 @@ class PatchedFunctions:
         process.dtype = level.half_dtype
         rules = {**(self._rules if casting else {}), **rules}
         new = self._models.new(models)
-        before = self._rules, bool(self._patches), self._observer
+        before = self._rules, bool(self._patches), self._casts.observer
         on_error.callback(self._roll_back, new, *before)
         self._models.update(new)
-        if rules == self._rules and self._patches and self._casts.observer is self._observer:
+        self._casts.observer = observer
+        if rules == self._rules and self._patches and observer is self._observer:
             self._held.reach(models)
         else:
             self._set_rules(rules, True)

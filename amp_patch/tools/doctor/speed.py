@@ -150,12 +150,14 @@ def _seconds(run: Run) -> float:
 
 
 def _matmul(device: torch.device, size: int, dtype: torch.dtype) -> Run:
-    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    left, right = (
+        torch.randn(size, size, device=device, dtype=torch.float32).to(dtype) for _ in range(2)
+    )
     return _finished(lambda: left @ right, device)
 
 
 def _elementwise(device: torch.device, size: int, dtype: torch.dtype) -> Run:
-    values = torch.randn(size, device=device).to(dtype)
+    values = torch.randn(size, device=device, dtype=torch.float32).to(dtype)
     return _finished(lambda: torch.nn.functional.gelu(values), device)
 
 
