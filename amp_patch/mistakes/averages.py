@@ -1,6 +1,7 @@
 """Averages of weights that are stored in half, which read fp32 values of them.
 
-A copy of a model in half, in which most averages are kept, is in fp32: see `exact_copies`. Knows
+A copy of a model in half, in which most averages are kept, is in fp32: see `exact_copies`.
+``torch.lerp`` that makes a new tensor is among the casts, in `casting.libraries.mixtures`. Knows
 models in half and their fp32 values; no optimizer.
 """
 
@@ -10,10 +11,10 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from amp_patch.casting.mode import HALVES, mode
+from amp_patch.casting.libraries.mixtures import widened
+from amp_patch.casting.mode import HALVES
 from amp_patch.kernels.getters import DTYPE
 from amp_patch.weights.fp32_values import FP32Values
 
@@ -62,39 +63,21 @@ def replacements(
     return {f"{_CLASS}.update_parameters": averaging}
 
 
-def _lerp(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Mix an average in fp32 with a weight in half, in fp32.
-
-    The weight may come first, in ``mean.copy_(weight.lerp(mean, 0.999))``. Within a model's forward
-    torch refuses that.
-    """
-
-    def widen(start: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
-        is_in_model = mode.stored is not None
-        return start if is_in_model else _widened(end, start), _widened(start, end)
-
-    return _lerping(original, widen)
-
-
 def _lerp_in_place(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Move an average in fp32 towards a weight in half, as ``mul_`` and ``add_`` do."""
-    return _lerping(original, lambda start, end: (start, _widened(start, end)))
 
-
-def _lerping(
-    original: Callable[..., Tensor], widen: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-) -> Callable[..., Tensor]:
     @functools.wraps(original)
-    def lerp(input: Tensor, end: Tensor, weight: Any = None, **kwargs: Any) -> Tensor:
-        if end.dtype is not input.dtype:
-            input, end = widen(input, end)
+    def lerp_(input: Tensor, end: Tensor, weight: Any = None, **kwargs: Any) -> Tensor:
+        end = widened(input, end)
         if weight is None:  # which torch refuses
             return original(input, end, **kwargs)
+        if isinstance(weight, Tensor):
+            weight = widened(input, weight)
         # Some optimizers call it for each parameter: to hand on no dict takes a tenth less.
         return original(input, end, weight, **kwargs) if kwargs else original(input, end, weight)
 
-    lerp.__prepare_scriptable__ = lambda: original  # type: ignore[attr-defined]  # TorchScript's
-    return lerp
+    lerp_.__prepare_scriptable__ = lambda: original  # type: ignore[attr-defined]  # TorchScript's
+    return lerp_
 
 
 def _lerp_each(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -103,20 +86,14 @@ def _lerp_each(original: Callable[..., Any]) -> Callable[..., Any]:
         self: Sequence[Tensor], tensors1: Sequence[Tensor], *args: Any, **kwargs: Any
     ) -> Any:
         if list(map(DTYPE, self)) != list(map(DTYPE, tensors1)):
-            tensors1 = list(map(_widened, self, tensors1))
+            tensors1 = list(map(widened, self, tensors1))
         return original(self, tensors1, *args, **kwargs)
 
     return lerp_each
 
 
-def _widened(mean: Tensor, weight: Tensor) -> Tensor:
-    """Return the weight in the dtype of its average, for torch takes no other."""
-    return weight.float() if mean.dtype is torch.float32 and weight.dtype in HALVES else weight
-
-
 #: What is replaced while a model is stored in half: path -> what makes the replacement.
 OF_HALVES: dict[str, Callable[[Any], Any]] = {
-    **dict.fromkeys(("torch.Tensor.lerp", "torch.lerp"), _lerp),
     "torch.Tensor.lerp_": _lerp_in_place,
     **dict.fromkeys(("torch._foreach_lerp", "torch._foreach_lerp_"), _lerp_each),
 }

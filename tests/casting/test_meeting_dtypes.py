@@ -57,6 +57,7 @@ PRODUCTS: dict[str, Call] = {
 }
 JOINED: dict[str, Call] = {
     "bilinear": lambda a, b: F.bilinear(a, b, torch.stack([a, a])),
+    "cartesian_prod": lambda a, b: torch.cartesian_prod(a[0], b[1]),
     "cross": lambda a, b: torch.cross(a[:, :3], b[:, :3], dim=1),
     "dot": lambda a, b: a[0].dot(b[1]),
     "grid_sample": lambda a, b: F.grid_sample(
@@ -67,6 +68,8 @@ JOINED: dict[str, Call] = {
     "linalg.cross": lambda a, b: torch.linalg.cross(a[:, :3], b[:, :3]),
     "layer_norm": lambda a, b: F.layer_norm(a, (4,), b[0], b[1]),
     "layer_norm by name": lambda a, b: F.layer_norm(a, (4,), weight=b[0], bias=b[1]),
+    "meshgrid": lambda a, b: torch.stack(torch.meshgrid(a[0], b[1], indexing="ij")),
+    "meshgrid of a list": lambda a, b: torch.stack(torch.meshgrid([a[0], b[1]], indexing="xy")),
     "tensordot": lambda a, b: torch.tensordot(a, b, 1),
     "vdot": lambda a, b: torch.vdot(a[0], b[1]),
 }
@@ -125,6 +128,34 @@ def test_a_call_is_that_of_casts_by_hand(
             assert torch.equal(got[0], want[0]), name
             # what comes twice has a cast of its own each time: gradients are added up later
             torch.testing.assert_close(got[1:], want[1:], rtol=0.02, atol=0.02, msg=name)
+
+
+COMPARISONS: dict[str, Call] = {
+    "allclose": torch.allclose,
+    "allclose, method": lambda a, b: a.allclose(b, atol=1.0),
+    "heaviside": lambda a, b: torch.heaviside(a.sign(), b),
+    "heaviside, method": lambda a, b: a.sign().heaviside(values=b),
+    "isclose": lambda a, b: torch.isclose(a, b, atol=0.5),
+    "isclose, method": lambda a, b: a.isclose(other=b, rtol=0.5),
+}
+
+
+@pytest.mark.parametrize("level", [*HALF, "O1", "O4"])
+def test_comparisons_take_two_dtypes(
+    amp: ModuleType, level: str, two: tuple[Tensor, Tensor]
+) -> None:
+    """At O1 and O4 the result is float32, as torch's own would be."""
+    model = prepare(amp, level)
+    half = HALF.get(level, torch.bfloat16)
+    for name, call in COMPARISONS.items():
+        for dtypes in ((torch.float32, half), (half, torch.float32)):
+            a, b = (x.to(dtype) for x, dtype in zip(two, dtypes, strict=True))
+            got = in_model(model, lambda call=call, a=a, b=b: call(a, b))
+            want = call(a.float(), b.float())
+            if isinstance(want, Tensor) and want.is_floating_point():
+                want = want.to(half if level in HALF else torch.float32)
+            assert type(got) is type(want), name
+            assert torch.equal(torch.as_tensor(got), torch.as_tensor(want)), name
 
 
 def test_what_torch_takes_stays_torchs(amp: ModuleType, two: tuple[Tensor, Tensor]) -> None:

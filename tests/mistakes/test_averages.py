@@ -201,6 +201,12 @@ def test_lerp_refuses_other_mixtures_as_torch_does(amp: ModuleType) -> None:
             start.lerp_(end, 0.1)
 
 
+def test_lerp_takes_a_half_share_of_a_half_weight(amp: ModuleType) -> None:
+    prepared(amp, "O2")
+    average, weight, share = torch.zeros(3), torch.ones(3).half(), torch.tensor([0.0, 0.5, 1.0])
+    assert torch.equal(average.lerp_(weight, share.half()), share)
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 def test_lerp_is_scripted_as_before(amp: ModuleType) -> None:
     prepared(amp, "O2")

@@ -42,9 +42,9 @@ class Masked(nn.Module):
         h = self.fc(x)
         mask = torch.ones(4, 4)
         if self.kind == "mask":
-            return torch.lerp(h, mask, 0.5)
+            return torch.ops.aten.lerp(h, mask, 0.5)
         if self.kind == "inline":
-            return torch.lerp(h, torch.ones(4, 4), 0.5)
+            return torch.ops.aten.lerp(h, torch.ones(4, 4), 0.5)
         if self.kind == "layer":
             return self.fc(h + mask)
         if self.kind == "function":
@@ -121,7 +121,7 @@ class InFloat(nn.LayerNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         norm = F.layer_norm(x.float(), self.normalized_shape)
-        return torch.lerp(self.bias, norm, self.weight).to(x.dtype)
+        return torch.ops.aten.lerp(self.bias, norm, self.weight).to(x.dtype)
 
 
 @pytest.mark.parametrize("level", HALF)
@@ -151,7 +151,7 @@ class Bare(nn.Module):
     """Has no weights at all."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.lerp(x, torch.ones(4, 4), 0.5)
+        return torch.ops.aten.lerp(x, torch.ones(4, 4), 0.5)
 
 
 @pytest.mark.parametrize("make_block", [Normed, Bare])
@@ -208,7 +208,7 @@ def test_a_module_whose_methods_call_it_otherwise_than_self(amp: ModuleType) -> 
             this.fc = nn.Linear(4, 4)
 
         def forward(this, x: torch.Tensor) -> torch.Tensor:
-            return this.fc.weight.lerp(x.float(), 0.5)
+            return torch.ops.aten.lerp(this.fc.weight, x.float(), 0.5)
 
     model = amp.initialize(nn.Sequential(Other()), opt_level="O2", verbosity=0)
     assert "module '0' (Other)" in fail(lambda: model(X))
@@ -270,7 +270,7 @@ class Mean(nn.Module):
         self.weight = nn.Parameter(torch.ones(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.weight.lerp(x, 0.5)
+        return torch.ops.aten.lerp(self.weight, x, 0.5)
 
 
 def test_a_layer_whose_weights_were_replaced_by_float32_ones(amp: ModuleType) -> None:
@@ -414,7 +414,7 @@ class Residual(nn.Module):
         self.linear, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.lerp(self.norm.bias, self.linear(x) + x, 0.5)
+        return torch.ops.aten.lerp(self.norm.bias, self.linear(x) + x, 0.5)
 
 
 @pytest.mark.parametrize("level", HALF)

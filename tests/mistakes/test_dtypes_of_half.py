@@ -439,7 +439,7 @@ class Moved(nn.Module):
         self.weight = nn.Parameter(torch.ones(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x.lerp(self.weight, 0.5)
+        return torch.ops.aten.lerp(x, self.weight, 0.5)
 
 
 @pytest.mark.parametrize("level", HALF)

@@ -57,7 +57,7 @@ def applied(held: Any, x: Tensor) -> Tensor:
 HELD: dict[str, tuple[Callable[[], Any], Callable[[Any, Tensor], Tensor]]] = {
     "list": (lambda: [weight()], lambda held, x: x @ held[0]),
     "loop": (lambda: [weight(), weight()], applied),
-    "tuple": (lambda: (weight(),), lambda held, x: torch.lerp(x, held[0], 0.5)),
+    "tuple": (lambda: (weight(),), lambda held, x: torch.ops.aten.lerp(x, held[0], 0.5)),
     "dict": (lambda: {"head": weight()}, lambda held, x: nn.functional.linear(x, held["head"])),
     "dict of lists": (lambda: {0: [weight()]}, lambda held, x: torch.mm(x, held[0][0])),
     "namespace": (lambda: types.SimpleNamespace(w=weight()), lambda held, x: x.matmul(held.w)),
@@ -113,7 +113,7 @@ def test_a_mask_that_may_be_at_fault_as_well_is_told_of_after_it(
     class Masked(Held):
         def forward(self, x: Tensor) -> Tensor:
             h, mask = self.layer(x), torch.ones(4, 4)
-            return torch.lerp(h @ self.held[0].to(h.dtype), mask, 0.5)
+            return torch.ops.aten.lerp(h @ self.held[0].to(h.dtype), mask, 0.5)
 
     model = amp.initialize(Masked([weight()], applied), opt_level=level, verbosity=0)
     note = fail(lambda: model(X))
@@ -130,12 +130,12 @@ def test_weights_that_are_not_at_fault_are_not_told_of(
     """As an average that a module keeps beside its layers; a list may hold itself."""
     held: list[Any] = [nn.Parameter(torch.eye(4, dtype=getattr(torch, DTYPES[level][6:])))]
     if kind == "unused":
-        model: nn.Module = Held(None, lambda held, x: torch.lerp(x, torch.ones(4, 4), 0.5))
+        model: nn.Module = Held(None, lambda held, x: torch.ops.aten.lerp(x, torch.ones(4, 4), 0.5))
         model.average = [weight()]  # type: ignore[assignment]
     else:
         if kind == "itself":
             held.append(held)
-        model = Held(held, lambda held, x: torch.lerp(x @ held[0], torch.ones(4, 4), 0.5))
+        model = Held(held, lambda held, x: torch.ops.aten.lerp(x @ held[0], torch.ones(4, 4), 0.5))
     amp.initialize(model, opt_level=level, verbosity=0)
     note = fail(lambda: model(X))
     assert INPUTS in note
@@ -148,7 +148,7 @@ def test_a_weight_that_the_level_keeps_in_float32_is_the_models(
 ) -> None:
     def use(norm: nn.Module, x: Tensor) -> Tensor:
         scale = norm.weight
-        return torch.lerp(x, scale.expand(4, 4), 0.5)
+        return torch.ops.aten.lerp(x, scale.expand(4, 4), 0.5)
 
     model = amp.initialize(Held(nn.BatchNorm1d(4), use), opt_level=level, verbosity=0)
     note = fail(lambda: model(X))

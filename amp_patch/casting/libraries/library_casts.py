@@ -22,6 +22,7 @@ from amp_patch.casting.meeting_dtypes import MEETINGS, casting_where_they_meet
 from . import float32_calls, half_calls, promoted_calls
 from .call_arguments import Args, Function, Kwargs
 from .lookups import looking_up
+from .mixtures import mixing
 from .promoted_calls import InFloat
 
 #: Makes a call of the function that it is given.
@@ -151,6 +152,10 @@ def _looking_up(function: Function, place: Place) -> Function:
     return looking_up(function)
 
 
+def _mixing(function: Function, place: Place) -> Function:
+    return mixing(function)
+
+
 def _meeting(word: str) -> Word:
     def make(function: Function, place: Place) -> Function:
         return casting_where_they_meet(function, word)
@@ -191,6 +196,7 @@ WORDS: dict[str, Word] = {
     "lengths": Word(_called_by(float32_calls.run_lengths), is_for_half=True),
     "logits": Word(_taking_logits, is_for_half=True),
     "lookup": Word(_looking_up, is_for_half=True),
+    "mixed": Word(_mixing, is_for_half=True),
     "loss": Word(_called_by(float32_calls.run_loss)),
     "no_half": Word(_called_by(float32_calls.run_widened), is_for_half=True),
     "registered": Word(_called_by(half_calls.run_registered)),

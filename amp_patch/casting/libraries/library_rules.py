@@ -42,6 +42,8 @@ stands for that method of every class that the module, or one inside of it, defi
 - "attention": as "products", but for the mask, which torch takes in float32 beside half ones.
 - "joined", "norm": where they meet so, to float32, and the results are cast to the model's dtype.
   So are half ones of which torch's kernel would lose too much: see `meeting_dtypes`.
+- "mixed": as "joined", for `torch.lerp`; of a float32 average and a half weight, beside a model as
+  well, the results stay in float32.
 
 The second word: "never", "cpu" (tensors on the CPU), "mixed" (there, and everywhere where half ones
 come with float32 ones), "always", or "hubs" (in float16, with all that is computed inside, on a
@@ -59,6 +61,7 @@ REASONS = {
     "autocast": "DGL casts its arguments to half inside of torch.autocast",
     "autocast rule": "who wrote the operator says what it is cast to, by register_autocast",
     "bias": "the layer adds a float32 bias at O1, and what follows would keep float32 activations",
+    "cancels": "its result or its gradient is a small difference of numbers, which half rounds",
     "curved": "its second derivative is 1 over it: below 1.5e-5 that is more than float16 holds",
     "choices": "differences of large products say which points are near, and half rounds these",
     "CPU kernel": "torch has no half kernel for it on the CPU",
@@ -85,6 +88,7 @@ REASONS = {
     "power": "casts of vectors that change in each call take longer than products with them",
     "sampled": "it refuses two dtypes, and torch has a half kernel for it on no device",
     "spectra": "torch has no half kernel for it, but on a GPU for sizes that are powers of two",
+    "squares": "its gradient squares both: below 2e-4 they are 0 in float16, above 256 infinite",
     "sparse": "it refuses two dtypes, and half matrices in rows on the CPU",
     "tiny": "a constant that keeps it from dividing by zero, 1e-30 or 1e-12, is zero in float16",
     "uses": "autograd adds up in half what comes back from hundreds of uses",
@@ -213,17 +217,35 @@ RULES = {
         "Tensor.prelu": ("product", "never", "one dtype"),
         "Tensor.__matmul__": ("product", "never", "one dtype"),
         "Tensor.__rmatmul__": ("product", "never", "one dtype"),
+        "allclose": ("joined", "never", "one dtype"),
         "bilinear": ("joined", "never", "one dtype"),
+        "cartesian_prod": ("joined", "never", "one dtype"),
         "cross": ("joined", "never", "one dtype"),
         "dot": ("joined", "never", "one dtype"),
         "grid_sampler": ("joined", "never", "coordinates"),
+        "heaviside": ("joined", "never", "one dtype"),
         "inner": ("joined", "never", "one dtype"),
+        "isclose": ("joined", "never", "one dtype"),
+        "lerp": ("mixed", "never", "one dtype"),
+        "meshgrid": ("joined", "never", "one dtype"),
         "tensordot": ("joined", "never", "one dtype"),
         "vdot": ("joined", "never", "one dtype"),
+        "Tensor.allclose": ("joined", "never", "one dtype"),
         "Tensor.cross": ("joined", "never", "one dtype"),
         "Tensor.dot": ("joined", "never", "one dtype"),
+        "Tensor.heaviside": ("joined", "never", "one dtype"),
         "Tensor.inner": ("joined", "never", "one dtype"),
+        "Tensor.isclose": ("joined", "never", "one dtype"),
+        "Tensor.lerp": ("mixed", "never", "one dtype"),
         "Tensor.vdot": ("joined", "never", "one dtype"),
+        "arctan2": ("rounded", "always", "squares"),
+        "atan2": ("rounded", "always", "squares"),
+        "logcumsumexp": ("rounded", "always", "cancels"),
+        "sinc": ("rounded", "always", "cancels"),
+        "Tensor.arctan2": ("rounded", "always", "squares"),
+        "Tensor.atan2": ("rounded", "always", "squares"),
+        "Tensor.logcumsumexp": ("rounded", "always", "cancels"),
+        "Tensor.sinc": ("rounded", "always", "cancels"),
         "cosine_similarity": ("rounded", "always", "tiny"),
         "matrix_exp": ("promote", "always", "not finite"),
         "Tensor.matrix_exp": ("promote", "always", "not finite"),
@@ -236,6 +258,9 @@ RULES = {
         "segment_reduce": ("promote", "always", "hubs"),
         "spmm": ("stored", "cpu", "sparse"),
         "stft": ("rounded", "always", "spectra"),
+    },
+    "torch.special": {
+        "sinc": ("rounded", "always", "cancels"),
     },
     "torch.fft": {
         "fft": ("rounded", "always", "spectra"),
@@ -295,6 +320,7 @@ RULES = {
         "grid_sample": ("joined", "never", "coordinates"),
         # rows of zeros are ordinary in graphs, and layers of both libraries normalize rows
         "normalize": ("rounded", "always", "tiny"),
+        "tanhshrink": ("rounded", "always", "cancels"),
         "cosine_similarity": ("rounded", "always", "tiny"),
         "cosine_embedding_loss": ("rounded", "always", "tiny"),
         "pairwise_distance": ("lengths", "always", "curved"),

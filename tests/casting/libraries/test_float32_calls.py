@@ -110,6 +110,15 @@ LENGTHS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "two tensors": lambda x, y: torch.nn.functional.pairwise_distance(x, y, 1.5),
     "the other by name": lambda x, y: torch.nn.functional.pairwise_distance(x, x2=y, p=1.0),
 }
+ANGLES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "atan2": torch.atan2,
+    "arctan2, method": lambda x, y: x.arctan2(y),
+    "logcumsumexp": lambda x, y: torch.logcumsumexp(x + y, 0),
+    "logcumsumexp, method": lambda x, y: (x + y).logcumsumexp(dim=1),
+    "sinc": lambda x, y: torch.sinc(x) + torch.special.sinc(y),
+    "sinc, method": lambda x, y: x.sinc() + y.sinc(),
+    "tanhshrink": lambda x, y: torch.nn.functional.tanhshrink(x) + y,
+}
 
 
 class Lengths(nn.Linear):
@@ -128,3 +137,34 @@ def test_lengths_in_a_model_in_half_are_float32_s_rounded_once(amp: ModuleType, 
     model(x, y)
     for name, call in LENGTHS.items():
         assert torch.equal(model.found[name], call(x.float(), y.float()).to(half)), name
+
+
+class Angles(nn.Linear):
+    """Adds up in its forward what a function finds."""
+
+    call: Callable[[Tensor, Tensor], Tensor]
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.found = self.call(x, y)
+        return self.found.float().sum()
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_gradients_of_small_numbers_in_a_model_in_half_are_float64_s(
+    amp: ModuleType, level: str
+) -> None:
+    """Torch's kernels for half square numbers below 2e-4, and subtract what rounds to the same."""
+    half = F16 if level == "O2" else BF16
+    drawn = torch.randn(2, 40, 30)
+    given = [one.to(half).float() for one in (drawn.sign() * (drawn.abs() * 0.01 + 0.001)).unbind()]
+    model = amp.initialize(Angles(1, 1), opt_level=level, verbosity=0)
+    for name, call in ANGLES.items():
+        vars(model)["call"] = call
+        inputs = [one.clone().requires_grad_() for one in given]
+        model(*inputs).backward()
+        exact = [one.double().requires_grad_() for one in given]
+        call(*exact).sum().backward()
+        assert model.found.dtype is half, name
+        for one, other in zip(inputs, exact, strict=True):
+            near = torch.isclose(one.grad.double(), other.grad, rtol=2 * torch.finfo(half).eps)
+            assert near.float().mean() > 0.98, name
