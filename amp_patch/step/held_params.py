@@ -16,6 +16,7 @@ from amp_patch.casting.mode import HALVES
 from amp_patch.distributed.process_groups import StepRanks, groups_of
 from amp_patch.gradients.param_pairs import ParamPairs
 from amp_patch.gradients.true_gradients import TrueGradients
+from amp_patch.kernels.getters import REQUIRES_GRAD
 from amp_patch.weights.master_weights import MasterWeights
 from amp_patch.weights.parameter_lists import Tensors, are_still, listed
 
@@ -144,7 +145,7 @@ class HeldParams:
         """
         optimizer = self._optimizer()
         groups = [] if optimizer is None else optimizer.param_groups
-        if self._frozen and optimizer is not None and any(map(_REQUIRES_GRAD, self._frozen)):
+        if self._frozen and optimizer is not None and any(map(REQUIRES_GRAD, self._frozen)):
             self._follow_unfrozen(optimizer)
         if len(groups) == 1:
             stepped = groups[0]["params"]
@@ -239,4 +240,3 @@ def _nothing(_: Sequence[Tensor]) -> Sequence[tuple[Tensor, float | Tensor]]:
 
 
 _PARAMS = operator.itemgetter("params")
-_REQUIRES_GRAD = operator.attrgetter("requires_grad")

@@ -342,11 +342,12 @@ class OptimizerBackward:
         self.joined.take_over()
         if self.gradients.may_be_cleared:
             self.cleared.drop()
-        if self._foreign.found:
+        are_awaited = goes_on and self._foreign.found  # by the closure, which may clear them
+        if self._foreign.found and not are_awaited:
             self._refuse_foreign(caller, among)
         if self.gradients.scaled.is_assumed:  # no GradScaler was asked to unscale them
             self.gradients.scaled.forget()
-        if self.gradients.scaled.scale is not None:
+        if are_awaited or self.gradients.scaled.scale is not None:
             if goes_on:
                 return
             raise RuntimeError(

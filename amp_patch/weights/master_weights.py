@@ -22,6 +22,7 @@ from amp_patch.kernels.default_device import without_default_device
 from amp_patch.patching import put
 
 from .fp32_values import FP32Values
+from .frozen_masters import FrozenMasters
 from .half_bits import is_plain
 from .lazy_gradients import LazyGradients
 from .master_pairs import MasterPairs
@@ -66,6 +67,7 @@ class MasterWeights:
         self._rounding = Rounding(self._pairs, values, self._writes.moved)
         self._half_writes = UnseenHalfWrites(self._pairs, values)
         self._ties = Ties()
+        self._frozen = FrozenMasters(self._pairs)
         self._is_due = False
         self.lock = threading.RLock()
         self.agreements = 0
@@ -114,6 +116,7 @@ class MasterWeights:
         count = len(self._pairs)
         replaced = self._pairs.replace(params)
         self._writes.note_new(count)
+        self._frozen.note_new()
         return replaced
 
     def drop_after(self, count: int) -> None:
@@ -212,9 +215,7 @@ class MasterWeights:
             self._rounding.renew().forget()  # which passes by small masters that were written to
         self.reconcile()
         self._writes.give()
-        for param, master in self._pairs:
-            if param.requires_grad is not master.requires_grad:
-                master.requires_grad_(param.requires_grad)
+        self._frozen.expose()
 
     def end_exposure(self) -> None:
         """No step follows: what the user wrote to the masters goes to the parameters now."""
@@ -260,6 +261,7 @@ class MasterWeights:
 
         What another thread's step has written does not: its step publishes it.
         """
+        self._frozen.follow()
         if self._writes.may_be_any():
             self._unless_in_a_step(self._publish_writes)
 

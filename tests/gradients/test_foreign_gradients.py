@@ -121,6 +121,35 @@ def test_the_block_that_clears_them_first_trains(amp: ModuleType, level: str, cl
     assert not any(map(torch.equal, before, values(second)))
 
 
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("clears", [True, False])
+def test_a_closure_may_clear_them(amp: ModuleType, level: str, clears: bool) -> None:
+    """It does so within the step, which changes nothing if they are there still."""
+    model, first, second = prepared(amp, level)
+    with amp.scale_loss(loss_of(model), first) as scaled_loss:
+        scaled_loss.backward()
+    before, grads = values(second), []
+
+    def closure() -> Tensor:
+        if clears:
+            second.zero_grad()
+        loss = loss_of(model)
+        with amp.scale_loss(loss, second) as scaled_loss:
+            scaled_loss.backward()
+        if clears:
+            grads[:] = [param.grad.float() for param in amp.master_params(second)]
+        return loss
+
+    if clears:
+        second.step(closure)
+        expected = [value - 0.5 * grad for value, grad in zip(before, grads, strict=True)]
+        torch.testing.assert_close(values(second), expected, rtol=1e-3, atol=1e-3)
+    else:
+        with pytest.raises(RuntimeError, match=r"optimizer.step\(closure\) needs unscaled"):
+            second.step(closure)
+        assert all(map(torch.equal, before, values(second)))
+
+
 CLEARED: dict[str, Callable[[Pair, Optimizer], Any]] = {
     "optimizer": lambda model, optimizer: optimizer.zero_grad(),
     "optimizer to zero": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),

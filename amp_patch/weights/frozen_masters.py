@@ -1,0 +1,65 @@
+"""Half parameters whose masters a script has frozen, as what trains one optimizer at a time does.
+
+Lightning's `toggle_optimizer` sets ``requires_grad`` of all that the other optimizers hold, which
+are masters; it is the half parameters that must not learn meanwhile. Knows pairs, and no forward.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from amp_patch.kernels.getters import REQUIRES_GRAD
+
+from .master_pairs import MasterPairs
+from .parameter_lists import look_up
+
+
+class FrozenMasters:
+    """Hands on to half parameters what a script sets ``requires_grad`` of their masters to.
+
+    A half parameter that the script has frozen itself stays so when its master learns again.
+
+    Args:
+        pairs: of one optimizer.
+    """
+
+    def __init__(self, pairs: MasterPairs) -> None:
+        self._pairs = pairs
+        self._learned: list[bool] = []
+        self._froze: set[int] = set()
+
+    def note_new(self) -> None:
+        """Masters were made, which learn as their half parameters do."""
+        new = self._pairs.masters[len(self._learned) :]
+        self._learned = [*self._learned, *look_up(REQUIRES_GRAD, new)]
+
+    def follow(self) -> None:
+        """A forward comes, or the masters are handed out: freeze, and let learn again.
+
+        Not within a transform of torch.func, where no `requires_grad` can be set: the forward after
+        it follows.
+        """
+        learn = look_up(REQUIRES_GRAD, self._pairs.masters)
+        if learn == self._learned or torch._C._are_functorch_transforms_active():
+            return
+        before, self._learned = self._learned, learn
+        for row, (was, now) in enumerate(zip(before, learn, strict=False)):
+            if was is not now:
+                self._hand_on(row, now)
+
+    def _hand_on(self, row: int, learns: bool) -> None:
+        param = self._pairs.params[row]
+        if not learns and param.requires_grad:
+            self._froze.add(row)
+            param.requires_grad_(False)
+        elif learns and row in self._froze:
+            self._froze.remove(row)
+            param.requires_grad_()
+
+    def expose(self) -> None:
+        """The masters are handed out: each says whether its half parameter learns."""
+        self.follow()
+        for param, master in self._pairs:
+            if param.requires_grad is not master.requires_grad:
+                master.requires_grad_(param.requires_grad)
+        self._learned = look_up(REQUIRES_GRAD, self._pairs.masters)
