@@ -86,8 +86,7 @@ def test_a_script_that_refuses_to_end_is_killed_with_its_children(
     monkeypatch.setattr(launch, "GRACE", 0.2)
     run = started(folder, HANGS)
     log = folder / "log.txt"
-    while not log.read_text().strip():
-        time.sleep(0.05)
+    wait_for(log)
     assert run.wait(0.1) is None
     run.stop()
     assert run.code == -signal.SIGKILL
@@ -102,7 +101,7 @@ from amp_patch.tools import launch
 options = {"out": ".", "level": "any"}
 command = launch.python_command(["train.py"])
 run = launch.ScriptRun(command, "my_tool:start", options, Path("log.txt"))
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -112,10 +111,17 @@ def test_a_script_does_not_outlive_a_command_that_is_killed(folder: Path) -> Non
     (folder / "train.py").write_text(script)
     log = folder / "log.txt"
     with subprocess.Popen([sys.executable, "-c", COMMAND]) as command:
-        while not (log.exists() and log.read_text().strip()):
-            time.sleep(0.05)
+        wait_for(log)
         command.kill()
     assert has_ended(int(log.read_text()))
+
+
+def wait_for(log: Path) -> None:
+    """Wait until a script has printed; it starts anew, and imports torch from a cold disk."""
+    deadline = time.monotonic() + 300
+    while not (log.exists() and log.read_text().strip()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def has_ended(process: int) -> bool:
@@ -132,8 +138,7 @@ def has_ended(process: int) -> bool:
 def test_an_interruption_while_a_script_is_ended_kills_it(folder: Path, monkeypatch) -> None:
     script = "import signal, time; signal.signal(2, signal.SIG_IGN); print(1, flush=True)"
     run = started(folder, f"{script}; time.sleep(60)")
-    while not (folder / "log.txt").read_text():
-        time.sleep(0.02)
+    wait_for(folder / "log.txt")
     monkeypatch.setattr(run, "wait", interrupted)
     with pytest.raises(launch.Interrupted) as raised, run:
         raise launch.Interrupted(signal.SIGINT)
