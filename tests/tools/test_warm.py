@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_launch import has_ended
+from test_launch import has_ended, wait_for
 
 from amp_patch.tools import launch, warm
 from amp_patch.tools.crash import crash_reason
@@ -120,8 +120,7 @@ def test_a_script_does_not_outlive_a_command_that_is_killed(server, tmp_path: Pa
     )
     log = tmp_path / "log.txt"
     with subprocess.Popen([sys.executable, "-c", COMMAND]) as command:
-        while not (log.exists() and log.read_text().strip()):
-            time.sleep(0.02)
+        wait_for(log)
         command.kill()
     assert all(has_ended(int(one)) for one in log.read_text().split())
 
