@@ -6,6 +6,7 @@ Signatures, defaults and order of apex.amp (NVIDIA); what is new is keyword-only
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import sys
@@ -29,7 +30,7 @@ from .debug.trace import tracer
 from .distributed.norms import clip_by_norm
 from .distributed.process_groups import StepRanks
 from .initialization import initialize_at
-from .mistakes.clipping import refuse_infinite_norm
+from .mistakes.clipping import accept_finite
 from .optimizers.groups import params_of
 from .requested_level import Resolved
 from .scaling import loss_scaler
@@ -334,8 +335,7 @@ def clip_grad_norm_(
         max_norm: the largest norm allowed, in units of the unscaled gradients.
         norm_type: the p of the p-norm; ``float("inf")`` for the largest magnitude.
         error_if_nonfinite: raise where the norm is inf or NaN, for which the device is waited for.
-            The gradients are clipped by it then: clear them. An overflow, whose step is skipped, is
-            no error otherwise.
+            Nothing is clipped then. An overflow, whose step is skipped, is no error otherwise.
         process_group: of ranks that each hold another part of the model (the stages of a pipeline),
             whose gradients are taken together. All of them must call this.
 
@@ -352,14 +352,14 @@ def clip_grad_norm_(
     max_norm, norm_type = arguments.norms_of(max_norm, norm_type)
     stages = arguments.process_group_of(process_group, "amp.clip_grad_norm_(optimizer, max_norm")
     step = session.optimizers.steps.get(optimizer)
+    owners = [] if step is None else [step.backward]
+    accept = functools.partial(accept_finite, owners) if error_if_nonfinite else None
     if step is None:
         grads = [param.grad for param in params_of(optimizer) if param.grad is not None]
-        total = clip_by_norm(grads, max_norm, norm_type, StepRanks(), stages)
+        total = clip_by_norm(grads, max_norm, norm_type, StepRanks(), stages, accept=accept)
     else:
         step.backward.refuse_scaled("amp.clip_grad_norm_()")
-        total = step.backward.clip(max_norm, norm_type, stages)
-    if error_if_nonfinite and not torch.isfinite(total):
-        refuse_infinite_norm([] if step is None else [step.backward])
+        total = step.backward.clip(max_norm, norm_type, stages, accept)
     session.observers.clipped(optimizer, total)
     return total
 

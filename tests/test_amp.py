@@ -622,6 +622,31 @@ def test_an_overflow_is_an_error_of_a_norm_where_the_call_says_so(
     assert amp.step_was_skipped(optimizer)
 
 
+@pytest.mark.parametrize(
+    ("level", "options"),
+    [("O1", {}), ("O2", {}), ("O2", {"fused_step": True}), (None, {})],
+    ids=["O1", "O2", "O2 fused", "not prepared"],
+)
+def test_where_a_norm_is_an_error_nothing_is_clipped(
+    amp: ModuleType, level: str | None, options: dict[str, bool]
+) -> None:
+    """As torch raises: what is finite keeps its numbers."""
+    model, optimizer = make()
+    if level is None:
+        model(torch.randn(4, 4)).float().sum().backward()
+    else:
+        amp.initialize(model, optimizer, opt_level=level, loss_scale=128.0, verbosity=0, **options)
+        scaled_backward(amp, model(torch.randn(4, 4)).float().sum(), optimizer)
+    stepped = optimizer.param_groups[0]["params"] if level is None else amp.master_params(optimizer)
+    grads = [param.grad for param in stepped]
+    grads[0].view(-1)[0] = torch.nan
+    before = [grad.clone() for grad in grads]
+    with pytest.raises(RuntimeError, match="wants a finite norm"):
+        amp.clip_grad_norm_(optimizer, 1e-3, error_if_nonfinite=True)
+    for grad, old in zip(grads, before, strict=True):
+        torch.testing.assert_close(grad, old, rtol=0, atol=0, equal_nan=True)
+
+
 # --- scale_loss and what goes with it ---
 
 

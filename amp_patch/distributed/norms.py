@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +11,7 @@ import torch.distributed
 from torch import Tensor
 
 from amp_patch import kernels
-from amp_patch.kernels.torch_norms import CLIP_EPS, clip_factor, combined, norms_of
+from amp_patch.kernels.torch_norms import CLIP_EPS, clip_factor, combined, norms_of, total_norm
 from amp_patch.kernels.without_grad import without_grad
 
 from .agreement import device_of
@@ -31,6 +31,7 @@ def clip_by_norm(
     stages: ProcessGroup | None = None,
     device: torch.device | None = None,
     whole: Container[int] = (),
+    accept: Callable[[Tensor], None] | None = None,
 ) -> Tensor:
     """Clip gradients by their norm over all ranks that hold parts of them, in place.
 
@@ -42,13 +43,17 @@ def clip_by_norm(
         stages: ranks that each have gradients of another part of the model; all must come here.
         device: where gradients would be, should this rank have none; None: one of its groups'.
         whole: the ids of plain tensors that are the same on all ranks, where others are parts.
+        accept: gets the norm before anything is clipped, and raises to have nothing clipped.
 
     Returns:
         The total norm before, 0-dim, the same on all ranks.
     """
     are_parts = ranks.have_parts and bool(ranks.groups)
     if stages is None and not are_parts and not any_spread(grads):
-        return kernels.clip_by_norm(grads, max_norm, norm_type)
+        if accept is None:
+            return kernels.clip_by_norm(grads, max_norm, norm_type)
+        accept(total := total_norm(grads, norm_type))
+        return kernels.clip_by_norm(grads, max_norm, norm_type, total)
     # Gradients that the same ranks hold parts of are added by the same collectives.
     together: dict[tuple[str, ...], tuple[Sequence[ProcessGroup], list[Tensor]]] = {}
     if are_parts:  # of which this rank may hold none
@@ -65,6 +70,8 @@ def clip_by_norm(
     total = combined(norms, norm_type).to(device)
     if stages is not None:
         total = _over([stages], [total], norm_type, device)
+    if accept is not None:
+        accept(total)
     kernels.multiply(parts, clip_factor(total, max_norm, CLIP_EPS))
     return total
 

@@ -6,7 +6,7 @@ torch_norms'; gradients that no kernel takes go there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -33,7 +33,10 @@ def clip_by_norm(
 
 @without_grad
 def clip_together(
-    squares: Sequence[Tensor], grads: Sequence[Tensor], max_norm: float
+    squares: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    max_norm: float,
+    accept: Callable[[Tensor], None] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Clip gradients in place, together with others that the caller multiplies.
 
@@ -41,6 +44,7 @@ def clip_together(
         squares: sums of the others' squares, float64, 0-dim, on any devices.
         grads: as `torch_kernels.clip_by_norm` takes them.
         max_norm: what the 2-norm of all is to be at most.
+        accept: gets that norm before anything is clipped, and raises to have nothing clipped.
 
     Returns:
         That norm before, and what the gradients were multiplied by; both 0-dim.
@@ -54,6 +58,8 @@ def clip_together(
         factor = torch_kernels.clip_factor(norm, max_norm, CLIP_EPS)
     else:
         norm, factor = clip_factor(squares, max_norm, CLIP_EPS)
+    if accept is not None:
+        accept(norm)
     torch_kernels.multiply(grads, factor)
     return norm, factor
 

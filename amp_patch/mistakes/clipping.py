@@ -225,12 +225,29 @@ def _clip_parts(
     grads = [one.grad for one in stepped if one.grad is not None and id(one) not in elsewhere]
     device = owners[0].device
     whole = set().union(*(one.clipped.whole() for one in owners))
-    total = clip_by_norm(
-        grads, float(max_norm), float(norm_type), ranks, device=device, whole=whole
+    return clip_by_norm(
+        grads,
+        float(max_norm),
+        float(norm_type),
+        ranks,
+        device=device,
+        whole=whole,
+        accept=functools.partial(accept_finite, owners) if error_if_nonfinite else None,
     )
-    if error_if_nonfinite and not torch.isfinite(total):
+
+
+def accept_finite(owners: Sequence[OptimizerBackward], total: Tensor) -> None:
+    """Let gradients of a finite norm be clipped, for which the device is waited for.
+
+    Args:
+        owners: of the gradients, those that are prepared.
+        total: their norm, 0-dim.
+
+    Raises:
+        RuntimeError: it is inf or NaN.
+    """
+    if not torch.isfinite(total):
         refuse_infinite_norm(owners)
-    return total
 
 
 def refuse_infinite_norm(

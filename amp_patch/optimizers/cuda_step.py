@@ -165,7 +165,12 @@ class CudaStep:
         return cuda_norms.clip_factor(squares, max_norm, 0.0)[1] if squares else None
 
     @without_grad
-    def clip(self, optimizer: Optimizer, max_norm: float) -> Tensor | None:
+    def clip(
+        self,
+        optimizer: Optimizer,
+        max_norm: float,
+        accept: Callable[[Tensor], None] | None = None,
+    ) -> Tensor | None:
         """Clip gradients to a total 2-norm: those that wait when the step unscales them.
 
         Returns:
@@ -175,7 +180,7 @@ class CudaStep:
         half = self._half_gradients(bool(others))
         if half is None or half.clip is not None:
             return None
-        norm, half.clip = cuda_norms.clip_together(half.squares(), others, max_norm)
+        norm, half.clip = cuda_norms.clip_together(half.squares(), others, max_norm, accept)
         return norm
 
     def _are_used(self, optimizer: Optimizer, params: Sequence[Tensor]) -> bool:

@@ -73,11 +73,22 @@ class FusedStep:
         if self._cuda_step is not None:
             self._cuda_step.forget()
 
-    def clip(self, optimizer: Optimizer, max_norm: float) -> Tensor | None:
-        """Clip gradients that wait to a total 2-norm; return that, or None where none can wait."""
-        norm = self._reference.clip(optimizer, max_norm)
+    def clip(
+        self,
+        optimizer: Optimizer,
+        max_norm: float,
+        accept: Callable[[Tensor], None] | None = None,
+    ) -> Tensor | None:
+        """Clip gradients that wait to a total 2-norm; return that, or None where none can wait.
+
+        Args:
+            optimizer: whose gradients they are.
+            max_norm: what the norm is to be at most.
+            accept: see `distributed.norms.clip_by_norm`.
+        """
+        norm = self._reference.clip(optimizer, max_norm, accept)
         if norm is None and self._cuda_step is not None:
-            norm = self._cuda_step.clip(optimizer, max_norm)
+            norm = self._cuda_step.clip(optimizer, max_norm, accept)
         return norm
 
     def skips_by_flag(self, optimizer: Optimizer) -> bool:

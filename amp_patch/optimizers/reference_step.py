@@ -6,7 +6,7 @@ Knows groups and waiting gradients; no hooks, masters or loss scales.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -142,7 +142,12 @@ class ReferenceStep:
         return Strips(length, pieces) if lie_alike([grad, *inputs.params, *others]) else None
 
     @without_grad
-    def clip(self, optimizer: Optimizer, max_norm: float) -> Tensor | None:
+    def clip(
+        self,
+        optimizer: Optimizer,
+        max_norm: float,
+        accept: Callable[[Tensor], None] | None = None,
+    ) -> Tensor | None:
         """Clip gradients to a total 2-norm: large ones when the step unscales them.
 
         Returns:
@@ -166,6 +171,8 @@ class ReferenceStep:
                 norms += torch_kernels.norms_of([grad], 2.0)
                 others.append(grad)
         total = torch_kernels.combined(norms, 2.0)
+        if accept is not None:
+            accept(total)
         factor = torch_kernels.clip_factor(total, max_norm, torch_kernels.CLIP_EPS)
         source.clip(factor)
         torch_kernels.multiply(others, factor)

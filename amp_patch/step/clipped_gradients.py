@@ -6,7 +6,7 @@ Knows its parameters and their gradients, which are unscaled; no loss scale.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -46,6 +46,7 @@ class ClippedGradients:
         norm_type: float,
         stages: ProcessGroup | None,
         device: torch.device | None,
+        accept: Callable[[Tensor], None] | None = None,
     ) -> Tensor:
         """Clip all gradients, see `clip_by_norm`; may be left to the step, which unscales them.
 
@@ -53,13 +54,14 @@ class ClippedGradients:
             The total norm before, 0-dim.
         """
         optimizer = self._optimizer()
-        if self._fused is not None and optimizer is not None and stages is None:
-            waiting = self._fused.clip(optimizer, max_norm) if norm_type == 2.0 else None
+        may_wait = stages is None and norm_type == 2.0
+        if self._fused is not None and optimizer is not None and may_wait:
+            waiting = self._fused.clip(optimizer, max_norm, accept)
             if waiting is not None:
                 return waiting
         grads = [grad for one in self._held.pairs().master if (grad := one.grad) is not None]
         ranks, whole = self._held.ranks, self.whole()
-        total = clip_by_norm(grads, max_norm, norm_type, ranks, stages, device, whole)
+        total = clip_by_norm(grads, max_norm, norm_type, ranks, stages, device, whole, accept)
         self.note()
         return total
 

@@ -304,10 +304,16 @@ class OptimizerBackward:
         is_open = self.current.is_open or watch.counted != self._foreign.own_passes
         return not is_open and not self.gradients.are_pending and bool(watch.written())
 
-    def clip(self, max_norm: float, norm_type: float, stages: ProcessGroup | None) -> Tensor:
+    def clip(
+        self,
+        max_norm: float,
+        norm_type: float,
+        stages: ProcessGroup | None,
+        accept: Callable[[Tensor], None] | None = None,
+    ) -> Tensor:
         """Clip the gradients that are stepped, unscaled ones; see `ClippedGradients.clip`."""
         device = self.device if self.ranks.groups else None
-        return self.clipped.clip(max_norm, norm_type, stages, device)
+        return self.clipped.clip(max_norm, norm_type, stages, device, accept)
 
     def refuse_scaled(
         self,

@@ -59,6 +59,22 @@ def test_parts_have_the_norm_of_the_whole(
     torch.testing.assert_close(torch.cat([*parts, *parts]), whole / (norm + 1e-6))
 
 
+@pytest.mark.parametrize("are_parts", [True, False])
+def test_what_does_not_accept_the_norm_has_nothing_clipped(
+    are_parts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def accept(total: torch.Tensor) -> None:
+        raise ArithmeticError(total.item())
+
+    monkeypatch.setattr(distributed, "all_reduce", lambda *_: None)
+    group: Any = SimpleNamespace(group_name="all")
+    ranks_of = StepRanks([group], have_parts=True) if are_parts else StepRanks()
+    part = torch.tensor([3.0, -4.0])
+    with pytest.raises(ArithmeticError, match=r"^5\.0$"):
+        clip_by_norm([part], 1.0, 2.0, ranks_of, accept=accept)
+    assert part.tolist() == [3.0, -4.0]
+
+
 @pytest.mark.parametrize("level", nightly_but(["O2"], ["O0", "O1", "O2", "O5"]))
 def test_torch_clips_what_is_split_beside_what_is_whole(level: str) -> None:
     for before, after, expected in ranks.run(training.clipped_by_torch, "tensor", level):

@@ -73,6 +73,16 @@ def test_the_norm_of_kernels_and_torch_together_clips_all(
     )
 
 
+def test_what_does_not_accept_the_norm_has_nothing_clipped(modules: EmulatedModules) -> None:
+    def accept(total: Tensor) -> None:
+        raise ArithmeticError(total.item())
+
+    grads = [torch.full((4,), 3.0)]
+    with pytest.raises(ArithmeticError, match=r"^10\.0$"):
+        cuda_norms.clip_together(sums(64.0), grads, 1.0, accept)
+    assert grads[0].tolist() == [3.0] * 4
+
+
 def test_other_norms_are_torchs(modules: EmulatedModules) -> None:
     grads = [torch.tensor([3.0, -4.0])]
     assert cuda_kernels.clip_by_norm(grads, 1.0, INF).item() == 4.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from amp_patch.mistakes import clipping
+from amp_patch.session import session
 
 #: Taken before anything is patched.
 TORCHS = torch.nn.utils.clip_grad.clip_grad_norm_
@@ -108,6 +110,21 @@ def test_most_clips_need_none_of_torchs_look_ups(
     optimizer.step()
     moved = torch.stack([value.sum() for value in model.state_dict().values()])
     assert moved.isfinite().all()
+
+
+def test_a_norm_over_all_ranks_is_an_error_before_anything_is_clipped(amp: ModuleType) -> None:
+    model = nn.Linear(4, 2)
+    optimizer = SGD(model.parameters(), lr=0.5)
+    amp.initialize(model, optimizer, opt_level="O1", loss_scale=8.0, verbosity=0)
+    scaled_backward(amp, model(torch.ones(2, 4)).sum(), optimizer)
+    model.weight.grad[0, 0] = torch.inf
+    owners = [step.backward for step in session.optimizers.steps.values()]
+    clip = functools.partial(clipping._clip_parts, list(model.parameters()), owners, 0.1)
+    with pytest.raises(RuntimeError, match="wants a finite norm"):
+        clip(error_if_nonfinite=True)
+    assert model.bias.grad.tolist() == [2.0, 2.0]
+    clip()
+    assert model.bias.grad.tolist() == [0.0, 0.0]
 
 
 def step_of_two(amp: ModuleType | None, level: str, call: str, alone: str) -> list[Tensor]:

@@ -26,6 +26,7 @@ from amp_patch.kernels import cuda_module
 from amp_patch.optimizers import FusedLAMB
 from amp_patch.optimizers.adam import AdamWUpdate
 from amp_patch.optimizers.cuda_step import CudaStep
+from amp_patch.session import session
 from amp_patch.weights.lazy_gradients import LazyGradients
 from amp_patch.weights.parameter_lists import stored_grad
 
@@ -441,6 +442,19 @@ def test_another_optimizers_backward_leaves_waiting_gradients_alone(
         scaled_loss.backward()
     with pytest.warns(UserWarning, match="What is written to the gradients of half parameters"):
         trial.step(True)
+
+
+def test_a_norm_that_is_not_accepted_clips_nothing_that_waits(amp: ModuleType, gpu: Gpu) -> None:
+    def accept(total: Tensor) -> None:
+        raise ArithmeticError
+
+    trial = Trial(amp, RULES["adamw"], "O2", 64.0)
+    trial.backward(0, 9, 1.0)
+    (step,) = session.optimizers.steps.values()
+    with pytest.raises(ArithmeticError):
+        step.backward.clip(0.1, 2.0, None, accept)
+    trial.clip(0.5)
+    trial.step(True)
 
 
 @pytest.mark.parametrize("clips", [False, True])

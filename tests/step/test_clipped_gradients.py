@@ -41,6 +41,20 @@ def test_masters_and_half_gradients_are_clipped(
         assert model.weight.grad.tolist() == [[1.5, 2.0]]
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_what_does_not_accept_the_norm_has_nothing_clipped(amp: ModuleType, fused: bool) -> None:
+    """Also of what waits for the step to be unscaled."""
+
+    def accept(total: torch.Tensor) -> None:
+        raise ArithmeticError(total.item())
+
+    model, clipped = prepared(amp, fused)
+    with pytest.raises(ArithmeticError, match=r"^5\.0$"):
+        clipped.clip(1.0, 2.0, None, None, accept)
+    (master,) = amp.master_params(model.kept)
+    assert master.grad.tolist() == [[3.0, 4.0]]
+
+
 def test_half_gradients_follow_masters_that_others_have_clipped(amp: ModuleType) -> None:
     model, clipped = prepared(amp, fused=False)
     (master,) = amp.master_params(model.kept)
