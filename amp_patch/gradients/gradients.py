@@ -428,6 +428,7 @@ class Gradients:
             if replaced := round_into_halves(pairs):
                 self._used.add(map(weakref.ref, replaced))
             self._received.note_again(pairs.model)
+            self.replaced.note_clipped(pairs.master)
 
     @property
     def take_unscaled(self) -> bool:

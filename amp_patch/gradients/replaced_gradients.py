@@ -31,7 +31,8 @@ class ReplacedGradients:
     Attributes:
         had_another_block: whether a block of another optimizer has come since the last step, which
             may have written scaled gradients.
-        read: what tells the masters' gradients, as a script has read them since they were received.
+        read: what tells the masters' gradients, as a script has read them since they were received,
+            and as a clip has left them since.
     """
 
     def __init__(
@@ -44,6 +45,13 @@ class ReplacedGradients:
     def note_read(self, masters: list[Tensor]) -> None:
         """A script reads the gradients of these, and may write to them."""
         self.read = _versions(masters)
+
+    def note_clipped(self, masters: list[Tensor]) -> None:
+        """The gradients of these were clipped, which half ones follow: that is no write."""
+        if self.read:
+            clipped = set(map(id, masters))
+            others = [one for one in self.read if one[0] not in clipped]
+            self.read = others + _versions(masters)
 
     def found(self, pairs: ParamPairs, changes: Changes, free: Iterable[Tensor]) -> ParamPairs:
         """Return the parameters of which masters are to get what a script has given them.
@@ -59,7 +67,7 @@ class ReplacedGradients:
         """
         if self._lazy is not None or self.had_another_block or not changes.given.model:
             return ParamPairs([], [])
-        if self.read and self.read != _versions(pairs.master):
+        if self.read and set(self.read) != set(_versions(pairs.master)):
             return ParamPairs([], [])
         replaced = set(map(id, changes.given.model))
         reached = set(map(id, self._received.params()))

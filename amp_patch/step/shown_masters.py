@@ -176,7 +176,8 @@ class ShownMasters:
             # A backward adds to what is stored; what waits would come last in the sum.
             self._fused.lazy.materialize()
         if self._masters is not None:
-            if self._fused is None and self._gradients.are_pending:
+            may_be_written = self._fused is None and not _reading.is_on
+            if may_be_written and self._gradients.are_pending:
                 self._gradients.replaced.note_read(self._pairs().master)
             self._gradients.outside.note_shown(self._pairs())
             if (stepped.are_left or stepped.wait_to_be_read) and not self._gradients.are_pending:

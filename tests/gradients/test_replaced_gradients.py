@@ -14,6 +14,8 @@ from gradient_programs import (
 )
 from torch import nn
 
+from amp_patch.session import session
+
 # tests/mistakes/test_optimizers.py is about that warning
 pytestmark = pytest.mark.filterwarnings("ignore:at a level with a loss scale")
 
@@ -49,10 +51,22 @@ def replace_all_twice(params, masters, clip):
         list(masters())
 
 
+def clip_and_replace(params, masters, clip):
+    clip()
+    params[0].grad = torch.ones_like(params[0])
+
+
+def clip_what_nobody_keeps_and_replace(params, masters, clip):
+    nn.utils.clip_grad_norm_(masters(), 0.05)
+    params[1].grad = torch.ones_like(params[1])
+
+
 @pytest.mark.parametrize(
     "change",
     [
         replace_and_clip,
+        clip_and_replace,
+        clip_what_nobody_keeps_and_replace,
         replace_before_masters_are_written,
         replace_all_twice,
     ],
@@ -96,9 +110,10 @@ def test_gradients_that_are_restored_count_where_the_last_block_came_to_no_such_
     compare_with_float32(amp, opt_level, train)
 
 
+@pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("opt_level", WITH_MASTERS)
-def test_what_is_written_to_masters_is_not_lost_by_a_copy_of_half_gradients(amp, opt_level):
-    """Also of large ones, which nobody keeps to compare the copy with."""
+def test_what_is_written_to_masters_is_not_lost_by_a_copy_of_half_gradients(amp, opt_level, clips):
+    """Also of large ones, which nobody keeps to compare the copy with, and if others are clipped."""
     model = nn.Linear(300, 300)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     amp.initialize(model, optimizer, opt_level=opt_level, loss_scale=128.0, verbosity=0)
@@ -108,12 +123,25 @@ def test_what_is_written_to_masters_is_not_lost_by_a_copy_of_half_gradients(amp,
     before = values(masters)
     for master in masters:
         master.grad *= 3
+    if clips:
+        nn.utils.clip_grad_norm_(masters[1], 1e3)
     for param in model.parameters():
         param.grad = param.grad.nan_to_num()
     with pytest.warns(UserWarning, match="has no effect"):
         optimizer.step()
     moved = [old - new.detach() for old, new in zip(before, masters, strict=True)]
     torch.testing.assert_close(moved, [torch.full_like(one, 3.0) for one in moved])
+
+
+def test_a_clip_of_masters_that_nobody_keeps_notes_nothing_of_them(amp):
+    """It comes in each step of most scripts."""
+    model, optimizer = start(amp, "O2", loss_scale=128.0)
+    backward_of("block", model, optimizer, None, amp.scale_loss)
+    replaced = session.optimizers.steps[optimizer].backward.gradients.replaced
+    nn.utils.clip_grad_norm_(amp.master_params(optimizer), 0.05)
+    assert not replaced.read
+    list(amp.master_params(optimizer))
+    assert replaced.read
 
 
 @pytest.mark.parametrize("came", ["a write to masters", "another's block"])
