@@ -89,7 +89,7 @@ class Gradients:
         self._any_pass = AnyPass(lazy, self._aside)
         self._buffers = GradientBuffers(ParamPairs([], []))
         self.unused = UnusedWrites(self._received, lazy)
-        self.outside = OutsidePasses(self._received, self._used, self._own, self.unused)
+        self.outside = OutsidePasses(self._received, self._used, self._own)
         self.parted = PartedGradients(lazy, self.scaled, self._aside, self._received, self._used)
         self.replaced = ReplacedGradients(lazy, self._received, self._used)
         self.elsewhere: list[Tensor] = []

@@ -13,7 +13,6 @@ from amp_patch.weights.parameter_lists import look_up, store_grad, stored_grad
 from .param_pairs import ParamPairs
 from .received_gradients import ReceivedGradients
 from .stepped_gradients import give_rounded, have_other_numbers
-from .unused_writes import UnusedWrites
 from .used_gradients import UsedGradients
 
 
@@ -24,7 +23,6 @@ class OutsidePasses:
         received: what masters have received since the last step.
         used: half gradients that the step is to use, or has used.
         own: tells which gradients of masters no script has written.
-        unused: tells of writes to half gradients.
 
     Attributes:
         was_last: whether it is from one that masters have received last.
@@ -35,10 +33,8 @@ class OutsidePasses:
         received: ReceivedGradients,
         used: UsedGradients,
         own: OwnGradients,
-        unused: UnusedWrites,
     ) -> None:
-        self._received, self._used = received, used
-        self._own, self._unused = own, unused
+        self._received, self._used, self._own = received, used, own
         self.was_last = False
 
     def end(self) -> None:
@@ -73,14 +69,13 @@ class OutsidePasses:
         """Take from masters what they were given to be shown, if a backward outside came later.
 
         It has added to the half gradients. Where a script has written to the masters', these are
-        what it wants stepped.
+        what it wants stepped; the step tells of what was written to half ones then.
 
         Returns:
             Whether it did.
         """
         rows = [row for row in pairs.halves() if stored_grad(row[1]) is not None]
         if not all(self._own.has(master) for _, master in rows):
-            self._unused.tell(pairs)
             return False
         for param, master in rows:
             rest = None if stored_grad(param) is None else self._own.sums.get(id(master))

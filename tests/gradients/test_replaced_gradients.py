@@ -113,7 +113,7 @@ def test_gradients_that_are_restored_count_where_the_last_block_came_to_no_such_
 @pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("opt_level", WITH_MASTERS)
 def test_what_is_written_to_masters_is_not_lost_by_a_copy_of_half_gradients(amp, opt_level, clips):
-    """Also of large ones, which nobody keeps to compare the copy with, and if others are clipped."""
+    """Also of large ones, which nobody keeps to compare the copy with; and beside a clip."""
     model = nn.Linear(300, 300)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     amp.initialize(model, optimizer, opt_level=opt_level, loss_scale=128.0, verbosity=0)
@@ -166,6 +166,24 @@ def test_what_came_before_the_last_block_or_step_keeps_no_gradient_from_being_re
         param.grad = torch.ones_like(param)
     masters = list(amp.master_params(optimizer))
     assert all(torch.equal(master.grad, torch.ones_like(master)) for master in masters)
+
+
+@pytest.mark.parametrize("first", ["block", "data"])
+@pytest.mark.parametrize("opt_level", WITH_MASTERS)
+def test_what_takes_the_place_of_clipped_gradients_is_stepped_without_a_warning(
+    amp, opt_level, first
+):
+    """Again and again: each of them counts, so that no warning says it had no effect."""
+
+    def train(model, optimizer, scaled, masters):
+        backward_of(first, model, optimizer, None, scaled)
+        for factor in (1, 2):
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            for param in model.parameters():
+                param.grad = torch.full_like(param, factor)
+        optimizer.step()
+
+    compare_with_float32(amp, opt_level, train)
 
 
 @pytest.mark.parametrize("opt_level", WITH_MASTERS)
