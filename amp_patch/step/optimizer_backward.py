@@ -380,6 +380,13 @@ class OptimizerBackward:
         pairs = self.pairs()
         return pairs.model if self.gradients.are_delayed(pairs) else ()
 
+    def follow_hooks(self) -> None:
+        """Hooks of a step were called: what they gave half parameters, or cleared, is stepped."""
+        if not self.current.is_open:
+            if self.gradients.may_be_cleared:
+                self.cleared.drop()
+            self.shown.receive_unscaled()
+
     def follow_foreign_step(self) -> None:
         """A step that is not torch's ends, which may have cleared gradients.
 

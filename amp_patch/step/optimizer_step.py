@@ -118,7 +118,12 @@ class OptimizerStep:
             optimizer, self.backward, self.masters, self._fused, self.methods
         )
         self._publication = Publication(
-            optimizer, wrapped, self.masters, self._fused, self._is_foreign
+            optimizer,
+            wrapped,
+            self.masters,
+            self._fused,
+            self._is_foreign,
+            self.backward.follow_hooks,
         )
         self.state = OptimizerState(optimizer, wrapped, held, self._direct or self._fused)
         self.groups = AddedGroups(optimizer, held, self.methods, fused)

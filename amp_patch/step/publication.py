@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.optim import Optimizer
@@ -44,7 +44,7 @@ class Publication:
         wrapped: optimizers that it steps itself, or that are stepped in its place.
         masters: of its half weights; None where it steps the weights themselves.
         fused: steps in its place, and may publish itself; None where it steps itself.
-        is_foreign: see `WritesInStep`.
+        is_foreign, follow_gradients: see `WritesInStep`.
 
     Attributes:
         phase: where the optimizer is; set to ``STEPS`` by who makes a step, and calls `end` then.
@@ -58,6 +58,7 @@ class Publication:
         masters: MasterWeights | None,
         fused: FusedStep | None,
         is_foreign: bool,
+        follow_gradients: Callable[[], None],
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._masters, self._fused = masters, fused
@@ -66,7 +67,7 @@ class Publication:
         self.writes: WritesInStep | None = None
         if masters is not None:
             self._hook = self._publish_before_other_hooks(optimizer)
-            self.writes = WritesInStep(optimizer, wrapped, masters, is_foreign)
+            self.writes = WritesInStep(optimizer, wrapped, masters, is_foreign, follow_gradients)
 
     def remove(self) -> None:
         """Take the hooks off again."""

@@ -1,11 +1,12 @@
 """Half weights that somebody writes to while an optimizer steps their masters (O2, O5).
 
-The end of the step rounds the masters into the half weights, over what was written.
+The end of the step rounds the masters into the half weights, over what was written. Gradients that
+hooks give to half parameters, or clear, are told of as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.optim import Optimizer
@@ -26,6 +27,7 @@ class WritesInStep:
         wrapped: that it steps itself, or that are stepped in its place, as SAM's; get one, too.
         masters: of its half weights.
         is_foreign: whether its step is not torch's, and may write to whatever it holds.
+        follow_gradients: called after hooks of the script, which may have changed half gradients.
     """
 
     def __init__(
@@ -34,7 +36,9 @@ class WritesInStep:
         wrapped: Sequence[Optimizer],
         masters: MasterWeights,
         is_foreign: bool,
+        follow_gradients: Callable[[], None],
     ) -> None:
+        self._follow_gradients, self._has_hooks = follow_gradients, False
         self._masters, self._is_foreign = masters, is_foreign
         self._name = type(optimizer).__name__
         self._before: list[int] | None = None
@@ -46,8 +50,9 @@ class WritesInStep:
         """A step begins, for which masters and half weights agree."""
         self._before = None  # versions cost a look at each weight: only where somebody may write
         hooks: Any = getattr(optimizer, "_optimizer_step_pre_hooks", ())
-        has_others = len(hooks) > 1 or len(_global_optimizer_pre_hooks) > 1  # than this package's
-        if self._hook is not None and has_others:
+        # more than this package's
+        self._has_hooks = len(hooks) > 1 or len(_global_optimizer_pre_hooks) > 1
+        if self._hook is not None and self._has_hooks:
             hooks.move_to_end(self._hook.id)
         elif not self._is_foreign:
             return
@@ -55,6 +60,7 @@ class WritesInStep:
 
     def tell(self) -> None:
         """The masters were stepped, and are published now: warn of writes to half weights."""
+        self._has_hooks = False
         if self._is_foreign and self._is_noted() and self._were_made():  # a kernel may write both
             warn_once(
                 "at a level with fp32 masters a step writes to the masters, and its end rounds "
@@ -113,5 +119,7 @@ class WritesInStep:
         return optimizer.register_step_pre_hook(self._follow_hooks)
 
     def _follow_hooks(self, *_: object) -> None:
-        """All other hooks were called: what they wrote to the half weights is stepped."""
+        """All other hooks were called: what they wrote to half weights and gradients is stepped."""
         self.follow()
+        if self._has_hooks:
+            self._follow_gradients()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -53,6 +54,18 @@ class Training:
         return F.cross_entropy(self.model(self.inputs), self.targets)
 
 
+@contextlib.contextmanager
+def taking_hooks_off(amp: ModuleType) -> Iterator[None]:
+    """Hooks of all optimizers that come in this block go with its end, as amp does."""
+    known = dict(hooks)
+    try:
+        yield
+    finally:
+        amp.deactivate()
+        hooks.clear()
+        hooks.update(known)
+
+
 @torch.no_grad()
 def project(model: nn.Module) -> None:
     for param in model.parameters():
@@ -93,15 +106,10 @@ def projecting_before(
 def test_a_hook_before_the_step_may_write_to_the_weights(
     amp: ModuleType, level: str, fused_step: bool, make: Any
 ) -> None:
-    known = dict(hooks)
-    try:
+    with taking_hooks_off(amp):
         expected = Training(make).run()
         training = Training(make, amp, level, fused_step=fused_step)
         found = training.run()
-    finally:
-        amp.deactivate()
-        hooks.clear()
-        hooks.update(known)
     tolerance = 0.02 if level == "O5" else 0.005
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=tolerance)
@@ -219,6 +227,103 @@ def clipping(model: nn.Module) -> Optimizer:
             return super().step(closure)
 
     return Clipped(model.parameters(), lr=0.3)
+
+
+def triple(param: Any) -> None:
+    param.grad = param.grad * 3
+
+
+def drop_small(param: Any) -> None:
+    if param.dim() == 1:
+        param.grad = None
+
+
+def triple_in_place(param: Any) -> None:
+    param.grad.mul_(3)
+
+
+def begin_anew(param: Any) -> None:
+    param.grad = torch.ones_like(param)
+
+
+class Nested(SGD):
+    """Its step calls another one, so that hooks are called twice."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+class ByHand(Optimizer):
+    """A step that is not torch's."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.add_(param.grad, alpha=-group["lr"])
+
+
+def changing_before(
+    kind: Callable[..., Optimizer], change: Callable[[Any], None], everywhere: bool = False
+) -> Callable[[nn.Module], Optimizer]:
+    """Return what makes an optimizer whose hook changes gradients of the model before each step."""
+
+    def make(model: nn.Module) -> Optimizer:
+        optimizer = kind(model.parameters(), lr=0.05)
+
+        def before(stepped: Optimizer, *_: Any) -> None:
+            for param in model.parameters() if stepped is optimizer else ():
+                change(param)
+
+        if everywhere:
+            register_optimizer_step_pre_hook(before)
+        else:
+            optimizer.register_step_pre_hook(before)
+        return optimizer
+
+    return make
+
+
+@LEVELS
+@pytest.mark.parametrize(
+    ("kind", "everywhere"), [(SGD, False), (SGD, True), (Nested, False), (ByHand, False)]
+)
+@pytest.mark.parametrize("change", [triple, drop_small, begin_anew])
+def test_a_hook_before_the_step_may_give_and_clear_gradients(
+    amp: ModuleType, level: str, change: Any, kind: Any, everywhere: bool
+) -> None:
+    make = changing_before(kind, change, everywhere)
+    with taking_hooks_off(amp):
+        expected = Training(make).run(3)
+        found = Training(make, amp, level, loss_scale=128.0).run(3)
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=2e-3)
+
+
+@LEVELS
+@pytest.mark.parametrize("options", [{}, {"fused_step": True}], ids=["", "fused"])
+def test_gradients_that_a_hook_gives_alone_are_stepped(
+    amp: ModuleType, level: str, options: dict[str, bool]
+) -> None:
+    """As evolution strategies have them: no backward has come before."""
+    make = changing_before(SGD if not options else AdamW, begin_anew)
+    plain, training = Training(make), Training(make, amp, level, loss_scale=128.0, **options)
+    for one in (plain, training):
+        one.optimizer.step()
+    found = list(training.model.state_dict().values())
+    expected = list(plain.model.state_dict().values())
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@LEVELS
+def test_what_a_hook_writes_to_half_gradients_in_place_is_told_of(
+    amp: ModuleType, level: str
+) -> None:
+    with pytest.warns(UserWarning, match="written to the gradients of half parameters"):
+        Training(changing_before(SGD, triple_in_place), amp, level, loss_scale=128.0).run(1)
 
 
 @LEVELS
