@@ -19,6 +19,7 @@ WRITES: dict[str, Callable[[Any], Any]] = {
     "clamp": lambda param: param.grad.clamp_(-1e-3, 1e-3),
     "data": lambda param: param.grad.data.clamp_(-1e-3, 1e-3),
     "sign": lambda param: param.grad.data.neg_(),
+    "foreach": lambda param: torch._foreach_mul_([param.grad], 3.0),
 }
 
 

@@ -1,9 +1,13 @@
 """Gradients that a script gives after its blocks; a step is skipped where they are not finite."""
 
+import functools
 import math
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
+from support import scaled_backward
 from torch import nn
 from torch.optim import SGD
 
@@ -71,3 +75,33 @@ def test_a_known_overflow_is_what_the_line_is_about(skip: Skip, said: list[str])
     skip_nonfinite(skip, held_with(math.inf), are_shared=True)
     skip.note_skipped()
     assert said == ["an overflow"]
+
+
+def given_inf(amp: ModuleType | None, level: str = "") -> list[torch.Tensor]:
+    """Give one of two gradients inf after they were unscaled, and step; return the weights."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = SGD(model.parameters(), lr=0.5)
+    inputs = torch.linspace(-1, 1, 12).reshape(4, 3)
+    if amp is None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
+        scaler.scale(model(inputs).square().mean()).backward()
+        scaler.unscale_(optimizer)
+        step: Any = functools.partial(scaler.step, optimizer)
+    else:
+        amp.initialize(model, optimizer, opt_level=level, loss_scale=128.0, verbosity=0)
+        scaled_backward(amp, model(inputs).float().square().mean(), optimizer)
+        step = optimizer.step
+    model.weight.grad = torch.full_like(model.weight, math.inf)
+    step()
+    return [value.float() for value in model.state_dict().values()]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_what_a_script_makes_of_unscaled_gradients_is_its_own(amp: ModuleType, level: str) -> None:
+    """No block has made it: it is stepped, as by a `GradScaler` after its ``unscale_``."""
+    expected_weight, expected_bias = given_inf(None)  # whose GradScaler amp would serve
+    weight, bias = given_inf(amp, level)
+    assert torch.equal(weight, expected_weight)
+    assert not weight.isfinite().any()
+    torch.testing.assert_close(bias, expected_bias, rtol=1e-2, atol=2e-3)
