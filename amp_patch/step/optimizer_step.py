@@ -117,13 +117,9 @@ class OptimizerStep:
         self._zero_grads = ZeroGrad(
             optimizer, self.backward, self.masters, self._fused, self.methods
         )
+        follow_gradients = self.backward.follow_hooks
         self._publication = Publication(
-            optimizer,
-            wrapped,
-            self.masters,
-            self._fused,
-            self._is_foreign,
-            self.backward.follow_hooks,
+            optimizer, wrapped, self.masters, self._fused, self._is_foreign, follow_gradients
         )
         self.state = OptimizerState(optimizer, wrapped, held, self._direct or self._fused)
         self.groups = AddedGroups(optimizer, held, self.methods, fused)
