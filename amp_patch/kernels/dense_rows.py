@@ -51,7 +51,10 @@ class Split(NamedTuple):
 
 
 class DenseRows:
-    """Splits lists of the same dtypes, devices and sizes, again and again, into the same parts.
+    """Splits lists of the same devices and sizes, again and again, into the same parts.
+
+    Dtypes may change in the first list alone, in which gradients are: a script may give a parameter
+    another ``grad_dtype``. What the others hold was made for the parameters.
 
     Args:
         takes: returns whether there is a kernel for a mix; None: there is one for every mix.
@@ -59,24 +62,25 @@ class DenseRows:
 
     def __init__(self, takes: Callable[[Mix], bool] | None = None) -> None:
         self._takes = takes
-        self._contiguous: Split | None = None
+        self._contiguous: tuple[Any, Split] = (None, Split([], []))
         self._last: tuple[Any, Split] = (None, Split([], []))
 
     def split(self, *columns: Sequence[Tensor]) -> Split:
-        """Split by layouts and strides, the only things that may differ from the call before.
+        """Split by layouts, strides and the first list's dtypes: nothing else may have changed.
 
         Args:
             columns: parallel lists of tensors.
         """
         key: Any = layouts(columns)
+        dtypes = list(map(DTYPE, columns[0]))
         if key == CONTIGUOUS:
-            if self._contiguous is None:
-                self._contiguous = self._make(columns)
-            return self._contiguous
-        if key is None:  # of strided tensors nothing but the strides can change
+            if dtypes != self._contiguous[0]:
+                self._contiguous = dtypes, self._make(columns)
+            return self._contiguous[1]
+        if key is None:  # of strided tensors nothing else can change
             key = _kinds(columns, self._takes)
-        if key != self._last[0]:
-            self._last = key, self._make(columns)
+        if (key, dtypes) != self._last[0]:
+            self._last = (key, dtypes), self._make(columns)
         return self._last[1]
 
     def split_anew(self, *columns: Sequence[Tensor]) -> Split:

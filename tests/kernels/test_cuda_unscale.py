@@ -84,6 +84,19 @@ def test_gradients_that_become_sparse_go_to_torch(modules: EmulatedModules) -> N
         assert (grads[1] == 0.5).all()
 
 
+def test_gradients_that_change_their_dtype_are_read_as_what_they_are(
+    modules: EmulatedModules,
+) -> None:
+    targets = [torch.zeros(3), torch.zeros(2)]
+    unscale = Unscale([one.half() for one in targets], targets)
+    for dtype in (torch.float16, torch.float32, torch.bfloat16, torch.float64):
+        grads = [torch.full_like(one, 6.0, dtype=dtype) for one in targets]
+        assert not unscale.run(grads, targets, 4.0).overflow
+        assert [one.tolist() for one in targets] == [[1.5] * 3, [1.5] * 2]
+    launched = [name for name in modules.launched if name != "summarize"]
+    assert launched == [f"unscale_{name}_to_float32" for name in ("float16", "float32", "bfloat16")]
+
+
 def test_what_a_check_found_is_not_what_is_written_later(modules: EmulatedModules) -> None:
     grads = [torch.tensor([1.0, INF])]
     unscale = Unscale(grads, grads)

@@ -85,6 +85,19 @@ def test_lists_of_the_same_strides_share_a_split() -> None:
     assert rows.split([torch.ones(2, 3)]) is contiguous
 
 
+@pytest.mark.parametrize("shape", [(3,), (3, 2)])
+def test_gradients_of_another_dtype_are_split_anew(shape: tuple[int, ...]) -> None:
+    """The columns are permuted where they have two dimensions."""
+    rows = DenseRows()
+    targets = [torch.zeros(shape).permute(*reversed(range(len(shape))))]
+    for dtype in (torch.float16, torch.float32, torch.bfloat16, torch.float64, torch.float16):
+        parts, others = rows.split([targets[0].to(dtype)], targets)
+        mixes = [group.mix for part in parts for group in part.table.groups]
+        taken = dtype is not torch.float64
+        assert mixes == [(str(dtype).removeprefix("torch."), "float32")] * taken
+        assert others == [0] * (not taken)
+
+
 def test_lists_like_those_seen_lately_share_tables() -> None:
     first, again = (split("a", [torch.zeros(7), torch.zeros(9)]) for _ in range(2))
     assert again is first
