@@ -173,21 +173,41 @@ def _works(device: torch.device, sources: Sequence[str], forced: str) -> bool:
     # A build for ROCm calls its devices cuda, too.
     if not _is_cuda_build():
         return False
-    modules = cuda_module.modules
-    if modules.can_launch(sources, device):
+    failure = cuda_module.modules.failure(sources, device)
+    if failure is None:
         return True
-    reason = f"{type(modules.failure).__name__}: {modules.failure}"
+    reason = f"{type(failure.error).__name__}: {failure.error}"
     if forced == "cupy":
-        raise RuntimeError(
+        raise RuntimeError(_refusal(failure.source, reason)) from failure.error
+    warn_once(_warning(failure.source, reason))
+    return False
+
+
+def _refusal(source: str | None, reason: str) -> str:
+    if source is None:
+        return (
             f"AMP_PATCH_KERNELS=cupy needs cupy, and CUDA's compiler and headers; got {reason}; "
             f"{_mend()}, or unset AMP_PATCH_KERNELS."
-        ) from modules.failure
-    warn_once(
-        f"The CUDA kernels of amp_patch cannot be used, slower operations of torch take their "
-        f"place: {reason}. To use them, {_mend()}; to go on without this warning, set "
-        "AMP_PATCH_KERNELS=torch."
+        )
+    return (
+        f"AMP_PATCH_KERNELS=cupy needs all kernels to compile and load; got of {source} {reason}; "
+        "call os.environ.pop('AMP_PATCH_KERNELS') or unset it in the shell, then torch does what "
+        "these would do; report what amp-patch doctor says."
     )
-    return False
+
+
+def _warning(source: str | None, reason: str) -> str:
+    if source is None:
+        return (
+            "The CUDA kernels of amp_patch cannot be used, slower operations of torch take their "
+            f"place: {reason}. To use them, {_mend()}; to go on without this warning, set "
+            "AMP_PATCH_KERNELS=torch."
+        )
+    return (
+        f"The CUDA kernels of {source} cannot be used, slower operations of torch take their "
+        f"place, all others are used: {reason}. Report what amp-patch doctor says; "
+        "AMP_PATCH_KERNELS=torch switches all kernels off."
+    )
 
 
 def _mend() -> str:
@@ -202,5 +222,5 @@ def reset() -> None:
 
     Kernels that were loaded stay: CUDA graphs may still launch them.
     """
-    cuda_module.modules.forget_failure()
+    cuda_module.modules.forget_failures()
     forget_splits()

@@ -41,6 +41,18 @@ class Kernel(NamedTuple):
     threads: int = THREADS
 
 
+class Failure(NamedTuple):
+    """Why kernels cannot be launched.
+
+    Attributes:
+        source: the one that could not be compiled or loaded; None where all lack what they need.
+        error: what was raised.
+    """
+
+    source: str | None
+    error: Exception
+
+
 def packed(parameters: str, arguments: Sequence[Argument]) -> tuple[array[int], array[int]]:
     """Lay the arguments of a launch in memory, 8 bytes for each, as the driver reads them.
 
@@ -79,33 +91,30 @@ def _layout(parameters: str) -> struct.Struct:
 
 
 class CudaModules:
-    """The kernels of all sources on all devices, each source compiled and loaded when needed.
-
-    Attributes:
-        failure: what went wrong at the first source that could not be compiled or loaded.
-    """
+    """The kernels of all sources on all devices, each source compiled and loaded when needed."""
 
     def __init__(self) -> None:
-        self.failure: Exception | None = None
         self._cuda: Any = None  # cupy's, where a module was loaded
         self._modules: dict[tuple[str, int], Any] = {}
         self._functions: dict[tuple[str, str, int], Any] = {}
+        self._failures: dict[tuple[str, int], Failure] = {}
 
-    def can_launch(self, sources: Iterable[str], device: torch.device) -> bool:
-        """Compile and load sources for a device; return whether all of them work.
+    def failure(self, sources: Iterable[str], device: torch.device) -> Failure | None:
+        """Compile and load sources for a device; return why the first fails, None where all work.
 
-        Once one has failed none is tried again until `forget_failure`; `failure` says why.
+        What has failed is not tried again until `forget_failures`; other sources are.
         """
-        try:
-            for source in () if self.failure else sources:
-                self._module(source, _index(device))
-        except Exception as error:  # cupy missing, no NVRTC, a driver that is too old: see failure
-            self.failure = error
-        return self.failure is None
+        index = _index(device)
+        for source in sources:
+            if (source, index) not in self._modules:
+                self._try(source, index)
+                if (source, index) in self._failures:
+                    return self._failures[source, index]
+        return None
 
-    def forget_failure(self) -> None:
-        """Have the next `can_launch` try again: what was missing may have been installed."""
-        self.failure = None
+    def forget_failures(self) -> None:
+        """Have the next call try again what failed: what was missing may have been installed."""
+        self._failures.clear()
 
     def launch(self, kernel: Kernel, grid: int, device: torch.device, *arguments: Argument) -> None:
         """Run a kernel on the device's current stream, without waiting for it.
@@ -137,6 +146,18 @@ class CudaModules:
             addresses.buffer_info()[0],
             0,
         )
+
+    def _try(self, source: str, index: int) -> None:
+        """Load a source, or note why that fails: whatever it is, torch does without the kernels."""
+        if (source, index) in self._failures:
+            return
+        lacks: str | None = None
+        try:
+            cuda_compiler.toolchain()  # without which none is compiled
+            lacks = source
+            self._module(source, index)
+        except Exception as error:
+            self._failures[source, index] = Failure(lacks, error)
 
     def _function(self, kernel: Kernel, index: int) -> Any:
         key = (kernel.source, kernel.name, index)

@@ -55,15 +55,13 @@ class NoLaunches:
         names: of the kernels that were launched, in order.
     """
 
-    failure = None
-
     def __init__(self) -> None:
         self.names: list[str] = []
 
-    def can_launch(self, sources: Iterable[str], device: torch.device) -> bool:
-        return True
+    def failure(self, sources: Iterable[str], device: torch.device) -> None:
+        """None fails."""
 
-    def forget_failure(self) -> None:
+    def forget_failures(self) -> None:
         """Nothing can fail."""
 
     def launch(self, kernel: Kernel, grid: int, device: torch.device, *arguments: Argument) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import cuda_on_cpu
-from amp_patch.kernels.cuda_module import Argument, Kernel
+from amp_patch.kernels.cuda_module import Argument, Failure, Kernel
 
 
 class EmulatedModules:
@@ -14,22 +14,24 @@ class EmulatedModules:
 
     Attributes:
         launched: the names of the kernels, in order.
-        failure: None, as long as no test sets it.
+        failed: None, as long as no test sets it.
     """
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
         self._sources: dict[str, cuda_on_cpu.Kernels] = {}
         self.launched: list[str] = []
-        self.failure: Exception | None = None
+        self.failed: Failure | None = None
 
-    def can_launch(self, sources: Iterable[str], device: torch.device) -> bool:
+    def failure(self, sources: Iterable[str], device: torch.device) -> Failure | None:
         assert device.type == "cpu"
         assert all((cuda_on_cpu.CSRC / source).is_file() for source in sources)
-        return self.failure is None
+        if self.failed is None or self.failed.source in (None, *sources):
+            return self.failed
+        return None
 
-    def forget_failure(self) -> None:
-        self.failure = None
+    def forget_failures(self) -> None:
+        self.failed = None
 
     def launch(self, kernel: Kernel, grid: int, device: torch.device, *arguments: Argument) -> None:
         assert device.type == "cpu"

@@ -21,7 +21,7 @@ def ops(request: pytest.FixtureRequest) -> Iterator[Operations]:
     elif request.param == "cuda":
         pytest.importorskip("cupy")
         device = torch.device("cuda", 0)
-        assert cuda_module.modules.can_launch(["unscale.cu"], device), cuda_module.modules.failure
+        assert cuda_module.modules.failure(["unscale.cu"], device) is None
         with device:
             yield Operations(cuda_kernels, device)
     else:

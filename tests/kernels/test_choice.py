@@ -13,8 +13,11 @@ from torch import Tensor
 
 from amp_patch import kernels
 from amp_patch.kernels import ScalerState, choice, cuda_kernels, dense_rows, torch_kernels
+from amp_patch.kernels.cuda_module import Failure
 from amp_patch.scaling.loss_scaler import LossScaler
 from amp_patch.scaling.scale_rule import ScaleRule
+
+NO_CUPY = Failure(None, ImportError("No module named 'cupy'"))
 
 
 @pytest.fixture
@@ -86,12 +89,11 @@ def test_kernels_must_work_on_each_device_of_any_column(
     asked: list[int] = []
     monkeypatch.setattr(choice, "_NUMBER", Tensor.numel)  # as if a size were a GPU's number
 
-    def works(sources: object, device: torch.device) -> bool:
+    def failure(sources: object, device: torch.device) -> Failure | None:
         asked.append(len(asked))
-        return len(asked) < 3
+        return None if len(asked) < 3 else Failure(None, RuntimeError("no compiler"))
 
-    monkeypatch.setattr(gpu.modules, "can_launch", works)
-    gpu.modules.failure = RuntimeError("no compiler")
+    monkeypatch.setattr(gpu.modules, "failure", failure)
     with pytest.warns(UserWarning, match="no compiler"):
         assert not choice.are_used(("cast.cu",), ones, others)
     assert len(asked) == 3
@@ -149,7 +151,7 @@ def test_cupy_is_refused_where_no_cuda_is(
 
 @pytest.fixture
 def broken(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> Gpu:
-    monkeypatch.setattr(gpu.modules, "failure", ImportError("No module named 'cupy'"))
+    gpu.modules.failed = NO_CUPY
     return gpu
 
 
@@ -191,9 +193,52 @@ def test_without_cupy_it_cannot_be_forced(broken: Gpu, monkeypatch: pytest.Monke
     assert isinstance(caught.value.__cause__, ImportError)
 
 
+OPERATIONS = {
+    "unscale.cu": lambda full, half: kernels.unscaler(half, full).run(half, full, 2.0),
+    "cast.cu": lambda full, half: kernels.caster(full, half).run(),
+    "reconcile.cu": lambda full, half: kernels.comparison(full, half).reconcile(lambda: [True]),
+    "accumulate.cu": lambda full, half: kernels.accumulate(full, half),
+    "summarize.cu": lambda full, half: kernels.clip_by_norm(full, 1.0, 2.0),
+}
+
+
+@pytest.mark.parametrize("failing", OPERATIONS)
+def test_a_source_that_fails_leaves_its_own_operations_to_torch(gpu: Gpu, failing: str) -> None:
+    def outcome(source: str) -> tuple[list[float], list[float], bool]:
+        full, half = [torch.tensor([3.0, 4.0])], [torch.tensor([8.0, 2.0]).half()]
+        before = len(gpu.modules.launched)
+        OPERATIONS[source](full, half)
+        return full[0].tolist(), half[0].tolist(), len(gpu.modules.launched) > before
+
+    expected = {source: outcome(source) for source in OPERATIONS}
+    assert all(launches for *_, launches in expected.values())
+    gpu.modules.failed = Failure(failing, RuntimeError("NVRTC: no"))
+    with pytest.warns(UserWarning, match="cannot be used") as told:
+        found = {source: outcome(source) for source in OPERATIONS}
+    (warning,) = told
+    assert str(warning.message).startswith(
+        f"The CUDA kernels of {failing} cannot be used, slower operations of torch take their "
+        "place, all others are used: RuntimeError: NVRTC: no. "
+    )
+    both = {"unscale.cu", "summarize.cu"}  # what launches one launches the other
+    for source, (full, half, launches) in expected.items():
+        fails = source == failing or {source, failing} == both
+        assert found[source] == (full, half, launches and not fails)
+
+
+def test_kernels_that_fail_cannot_be_forced(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AMP_PATCH_KERNELS", "cupy")
+    gpu.modules.failed = Failure("cast.cu", RuntimeError("NVRTC: no"))
+    kernels.accumulate([torch.ones(3)], [torch.ones(3)])
+    assert gpu.modules.launched
+    message = "needs all kernels to compile and load; got of cast.cu RuntimeError: NVRTC: no"
+    with pytest.raises(RuntimeError, match=message):
+        chosen(torch.ones(3))
+
+
 def test_a_new_session_warns_again_and_tries_again(gpu: Gpu, amp: ModuleType) -> None:
     for _ in range(2):
-        gpu.modules.failure = ImportError("No module named 'cupy'")
+        gpu.modules.failed = NO_CUPY
         with pytest.warns(UserWarning, match="The CUDA kernels of amp_patch cannot be used"):
             assert chosen(torch.ones(3)) is torch_kernels
         assert chosen(torch.ones(3)) is torch_kernels  # warns no more

@@ -109,7 +109,7 @@ def test_a_source_is_loaded_once_per_device(gpus: Gpus) -> None:
     modules = CudaModules()
     rows = torch.zeros(3)
     for index in (0, 1, 0, 1):
-        assert modules.can_launch(["reconcile.cu"], gpu(index))
+        assert modules.failure(["reconcile.cu"], gpu(index)) is None
         modules.launch(RECONCILE, 1, gpu(index), rows, rows)
     assert len(gpus.cuda.Module.loaded) == 2
     functions = [launch[0] for launch in gpus.launches]
@@ -121,7 +121,7 @@ def test_a_source_is_loaded_once_per_device(gpus: Gpus) -> None:
 def test_a_device_without_an_index_is_the_current_one(gpus: Gpus) -> None:
     modules = CudaModules()
     gpus.current = 1
-    assert modules.can_launch(["reconcile.cu"], torch.device("cuda"))
+    assert modules.failure(["reconcile.cu"], torch.device("cuda")) is None
     assert list(modules._modules) == [("reconcile.cu", 1)]
 
 
@@ -137,25 +137,38 @@ def test_without_cupy_nothing_can_be_launched(monkeypatch: pytest.MonkeyPatch) -
     for module in ("cupy", "cupy.cuda"):  # the latter is there where cupy has been imported
         monkeypatch.setitem(fake_cupy.sys.modules, module, None)
     modules = CudaModules()
-    assert modules.can_launch([], gpu(0))
-    assert not modules.can_launch(["reconcile.cu"], gpu(0))
-    assert isinstance(modules.failure, ImportError)
-    assert not modules.can_launch([], gpu(0))
+    assert modules.failure([], gpu(0)) is None
+    for source in ("reconcile.cu", "cast.cu"):
+        failure = modules.failure([source], gpu(0))
+        assert failure is not None
+        assert (failure.source, type(failure.error)) == (None, ModuleNotFoundError)
 
 
 @linux_only
-def test_what_failed_once_is_not_tried_again(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = []
+def test_a_source_that_failed_is_not_tried_again_and_others_are_loaded(
+    gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+    compiles = cuda_module.cuda_compiler.machine_code
 
     def fail(source: str, architecture: str) -> bytes:
-        compiled.append(source)
-        raise RuntimeError("NVRTC: no")
+        tried.append((source, architecture))
+        if source == "unscale.cu":
+            raise RuntimeError("NVRTC: no")
+        return compiles(source, architecture)
 
     monkeypatch.setattr(cuda_module.cuda_compiler, "machine_code", fail)
     modules = CudaModules()
-    assert not modules.can_launch(["reconcile.cu", "unscale.cu"], gpu(0))
-    assert not modules.can_launch(["reconcile.cu"], gpu(1))
-    assert (compiled, str(modules.failure)) == (["reconcile.cu"], "NVRTC: no")
+    for _ in range(2):
+        assert modules.failure(["reconcile.cu"], gpu(0)) is None
+        failure = modules.failure(["reconcile.cu", "unscale.cu"], gpu(0))
+        assert failure is not None
+        assert (failure.source, str(failure.error)) == ("unscale.cu", "NVRTC: no")
+    assert tried == [("reconcile.cu", "sm_90"), ("unscale.cu", "sm_90")]
+    assert modules.failure(["unscale.cu"], gpu(1)) is not None  # another device is asked anew
+    modules.forget_failures()
+    assert modules.failure(["unscale.cu"], gpu(0)) is not None
+    assert [source for source, _ in tried[2:]] == ["unscale.cu"] * 2
 
 
 def test_threads_are_those_of_the_sources() -> None:

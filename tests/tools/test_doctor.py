@@ -19,6 +19,7 @@ from click.testing import CliRunner
 
 from amp_patch import levels, requested_level
 from amp_patch.kernels import cuda_compiler
+from amp_patch.kernels.cuda_module import Failure
 from amp_patch.tools import command_line
 from amp_patch.tools.doctor import compilation, installation, self_test, speed
 from amp_patch.tools.doctor import machine as machines
@@ -220,6 +221,30 @@ def test_a_source_that_does_not_compile_is_broken_where_there_is_a_gpu(
             found.text
             == "update_scale.cu does not compile for sm_90: RuntimeError: sm_90 is unknown"
         )
+
+
+def test_a_source_that_compiles_and_cannot_be_loaded_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Modules:
+        def failure(self, sources: list[str], device: torch.device) -> Failure | None:
+            refused = sources == ["cast.cu"]
+            return Failure("cast.cu", RuntimeError("no image")) if refused else None
+
+    def compiles(name: str, architecture: str) -> bytes:
+        if name == "unscale.cu":
+            raise RuntimeError("NVRTC: no")
+        return b""
+
+    monkeypatch.setattr(compilation, "CudaModules", Modules)
+    monkeypatch.setattr(cuda_compiler, "machine_code", compiles)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    compiled = compilation.compile_all(replace(GOOD, toolchain=TOOLCHAIN))
+    found = {one.source: one.error for one in compiled if one.error}
+    assert found == {
+        "unscale.cu": "RuntimeError: NVRTC: no",
+        "loading cast.cu": "RuntimeError: no image",
+    }
 
 
 def test_without_a_compiler_it_is_said_that_nothing_was_compiled() -> None:

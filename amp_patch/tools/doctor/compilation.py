@@ -47,7 +47,7 @@ def compile_all(machine: Machine) -> list[Compiled]:
         architecture = "sm_{}{}".format(*machine.gpus[0].capability)
     with _empty_cache():
         compiled = [_compile(name, architecture) for name in cuda_compiler.sources()]
-        return [*compiled, *_load(machine, architecture)]
+        return [*compiled, *_load(machine, compiled)]
 
 
 def judge(machine: Machine, compiled: list[Compiled]) -> list[Finding]:
@@ -86,15 +86,18 @@ def _compile(name: str, architecture: str) -> Compiled:
     return Compiled(name, architecture, time.perf_counter() - begin, error)
 
 
-def _load(machine: Machine, architecture: str) -> Iterator[Compiled]:
-    """Yield what is wrong where compiled kernels cannot be loaded."""
+def _load(machine: Machine, compiled: list[Compiled]) -> Iterator[Compiled]:
+    """Yield what is wrong where a source that compiles cannot be loaded."""
     if not machine.gpus:
         return
-    modules, begin = CudaModules(), time.perf_counter()
+    modules = CudaModules()
     device = torch.device("cuda", torch.cuda.current_device())
-    if not modules.can_launch(cuda_compiler.sources(), device) and modules.failure is not None:
-        seconds = time.perf_counter() - begin
-        yield Compiled("loading", architecture, seconds, _last_line(modules.failure))
+    for one in compiled:
+        begin = time.perf_counter()
+        failure = None if one.error else modules.failure([one.source], device)
+        if failure is not None:
+            seconds, error = time.perf_counter() - begin, _last_line(failure.error)
+            yield Compiled(f"loading {one.source}", one.architecture, seconds, error)
 
 
 def _last_line(error: Exception) -> str:
