@@ -73,5 +73,5 @@ def show(found: dict[str, Any]) -> None:
 
 
 def _rich() -> tuple[Any, Any]:
-    console = importlib.import_module("rich.console").Console(markup=False, emoji=False)
-    return console, importlib.import_module("rich.table").Table
+    parts = importlib.import_module("amp_patch.tools.rich_parts")
+    return parts.Console(markup=False, emoji=False), parts.Table

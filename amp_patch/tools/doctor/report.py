@@ -90,14 +90,14 @@ class Report:
 def show(report: Report) -> None:
     """Print the lines, in colour where rich is installed and the output is a terminal."""
     try:
-        console = importlib.import_module("rich.console").Console(soft_wrap=True, highlight=False)
-        text = importlib.import_module("rich.text").Text
+        parts = importlib.import_module("amp_patch.tools.rich_parts")
     except ImportError:
         for line, _ in report.lines():
             click.echo(line)
         return
+    console = parts.Console(soft_wrap=True, highlight=False)
     for line, style in report.lines():
-        console.print(text(line, style=style))
+        console.print(parts.Text(line, style=style))
     sys.stdout.flush()
 
 

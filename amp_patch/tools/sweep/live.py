@@ -6,11 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.live import Live
-from rich.table import Table
-from rich.text import Text
+from amp_patch.tools.rich_parts import SIMPLE_HEAD, Console, Live, Table, Text
 
 from . import wording
 from .outcomes import FINISHED, Run

@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from amp_patch.tools.errors import BadArguments
 from amp_patch.tools.options import writable_folder
+from amp_patch.tools.rich_parts import Console
 
 from . import files, live, tables
 from .comparison import Comparison, compared

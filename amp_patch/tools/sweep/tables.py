@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+from amp_patch.tools.rich_parts import SIMPLE_HEAD, Console, Table, Text
 
 from . import wording
 from .comparison import Comparison, Row
