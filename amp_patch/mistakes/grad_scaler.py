@@ -28,15 +28,19 @@ from amp_patch.step.backward_pass import BackwardPass
 from amp_patch.step.loss_scaling import LossScaling
 from amp_patch.step.optimizer_step import OptimizerStep
 from amp_patch.step.prepared_optimizers import PreparedOptimizers
+from amp_patch.step.skip import either
 from amp_patch.warn_once import warn_once
 
 from .scaler_cycle import ScalerCycle
+from .scaler_stages import ScalerStages
 
 #: Options of `GradScaler`, which are `ScaleRule`'s, too.
 _DEFAULTS = {
     name: getattr(ScaleRule(), name)
     for name in ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
 }
+#: Those of them that its state has under the same names.
+_OF_STATE = ("growth_factor", "backoff_factor", "growth_interval")
 
 
 class Passes(Protocol):
@@ -88,6 +92,7 @@ class ServedScalers:
         self._task = -1
         self._open: BackwardPass | None = None
         self._last_scale: float | Tensor = 1.0
+        self._adopted: ScaleRule | None = None  # that `adopt`, or the script, has made of ours
 
     @property
     def serve(self) -> bool:
@@ -182,11 +187,7 @@ class ServedScalers:
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Step an optimizer, unless its gradients overflowed; return what its step returns."""
-        if "closure" in kwargs:
-            raise RuntimeError(
-                "GradScaler.step() takes no closure; got one; call optimizer.step(closure) with "
-                "an amp.scale_loss() block in the closure."
-            )
+        self.refuse_closure(kwargs)
         key = self._optimizers.originals_of(optimizer)
         if key in self._cycle.stepped:
             self.update()  # which the script has left out
@@ -196,6 +197,31 @@ class ServedScalers:
         if check is not None and check.overflow:
             return None
         return optimizer.step(*args, **kwargs)
+
+    def refuse_closure(self, kwargs: Mapping[str, Any]) -> None:
+        """Raise where the arguments of a step have a closure.
+
+        Raises:
+            RuntimeError: as said.
+        """
+        if "closure" in kwargs:
+            raise RuntimeError(
+                "GradScaler.step() takes no closure; got one; call optimizer.step(closure) with "
+                "an amp.scale_loss() block in the closure."
+            )
+
+    def found_inf(self, optimizer: Any) -> Tensor:
+        """Return whether the next step of an optimizer is skipped: float32, 0-dim, not 0 then.
+
+        Does not wait for a device.
+        """
+        step = self._step_of(optimizer)
+        if step is not None:
+            return step.skip.found_inf(step.backward.device)
+        check = self._cycle.checks.get(optimizer)
+        flags = [] if check is None else check.found_inf
+        none = torch.zeros((), device=flags[0].device if flags else "cpu")
+        return functools.reduce(either, flags, none)
 
     def update(self, new_scale: Any = None) -> None:
         """Let the scale grow where no step since the last call overflowed, or set it."""
@@ -224,28 +250,33 @@ class ServedScalers:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Set our scaler from GradScaler's state; an empty one is that of a disabled GradScaler."""
+        """Set our scaler from GradScaler's state; an empty one is that of a disabled GradScaler.
+
+        Its factors and interval count as those of a GradScaler's making do, see `adopt`.
+        """
         if state_dict:
             self._optimizers.settle()
             self._scalers[0].load_state_dict(state_dict)
+            self.adopt({name: state_dict[name] for name in _OF_STATE if name in state_dict})
 
     def adopt(self, options: Mapping[str, Any]) -> None:
-        """A `GradScaler` is used for the first time: our scaler takes over how it was made.
+        """Let our scaler take over how a `GradScaler` was made, or how one was that is loaded.
 
         Where `amp.initialize` was told how to scale, that counts, and a warning says so. A scale
         that was loaded, or has moved, stays.
 
         Args:
-            options: init_scale, growth_factor, backoff_factor and growth_interval, where they are
-                not torch's defaults.
+            options: init_scale, growth_factor, backoff_factor and growth_interval; those of its
+                making where they are not torch's defaults.
         """
         scaler = self._scalers[0]
         if not options or (not scaler.rule.dynamic and scaler.rule.init_scale == 1.0):
             return
-        if scaler.rule == ScaleRule():
+        if scaler.rule in (ScaleRule(), self._adopted):
             is_new = scaler.unskipped == 0 and scaler.scale == scaler.rule.init_scale
             cap = max(scaler.rule.max_loss_scale, options.get("init_scale", 1.0))
             scaler.rule = replace(scaler.rule, **options, max_loss_scale=cap)
+            self._adopted = scaler.rule
             if is_new:
                 scaler.scale = float(scaler.rule.init_scale)
         elif any(getattr(scaler.rule, name) != value for name, value in options.items()):
@@ -263,7 +294,7 @@ class ServedScalers:
     def set_option(self, name: str, value: Any) -> None:
         """Set one of these."""
         scaler = self._scalers[0]
-        scaler.rule = replace(scaler.rule, **{name: value})
+        scaler.rule = self._adopted = replace(scaler.rule, **{name: value})
 
     def _scaling(self, steps: Sequence[OptimizerStep], device: torch.device) -> LossScaling:
         scaling = self._passes.scaling(steps, 0, device, may_be_delayed=True)
@@ -285,21 +316,15 @@ class ServedScalers:
 
 def replacements(served: ServedScalers) -> dict[str, Callable[[Any], Any]]:
     """Return, for each method of GradScaler, what makes its replacement."""
-    own = {
-        name: getattr(served, name)
-        for name in (
-            "scale",
-            "unscale_",
-            "step",
-            "update",
-            "get_scale",
-            "state_dict",
-            "load_state_dict",
-        )
+    own: dict[str, Callable[..., Any]] = {
+        name: _without_scaler(getattr(served, name))
+        for name in ("scale", "get_scale", "state_dict", "load_state_dict")
     }
-    for name in ("growth_factor", "backoff_factor", "growth_interval"):
-        own[f"get_{name}"] = functools.partial(served.option, name)
-        own[f"set_{name}"] = functools.partial(served.set_option, name)
+    for name in _OF_STATE:
+        own[f"get_{name}"] = _without_scaler(functools.partial(served.option, name))
+        own[f"set_{name}"] = _without_scaler(functools.partial(served.set_option, name))
+    stages = ScalerStages(served)
+    own |= {"unscale_": stages.unscale_, "step": stages.step, "update": stages.update}
     return _replaced("torch.amp.grad_scaler.GradScaler", served, own)
 
 
@@ -309,7 +334,12 @@ SHARDED = "torch.distributed.fsdp.sharded_grad_scaler"
 
 def sharded_replacements(served: ServedScalers) -> dict[str, Callable[[Any], Any]]:
     """Return the same for the methods that `ShardedGradScaler` has beside those of GradScaler."""
-    own = {name: getattr(served, name) for name in ("scale", "unscale_", "update")}
+    stages = ScalerStages(served)
+    own: dict[str, Callable[..., Any]] = {
+        "scale": _without_scaler(served.scale),
+        "unscale_": stages.unscale_,
+        "update": stages.update,
+    }
     return _replaced(f"{SHARDED}.ShardedGradScaler", served, own)
 
 
@@ -320,6 +350,15 @@ def _replaced(
         f"{path}.{name}": functools.partial(_serving, served, method)
         for name, method in own.items()
     }
+
+
+def _without_scaler(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method for which all objects of GradScaler are one."""
+
+    def call(_: Any, *args: Any, **kwargs: Any) -> Any:
+        return method(*args, **kwargs)
+
+    return call
 
 
 def _options_of(scaler: Any) -> dict[str, Any]:
@@ -346,6 +385,6 @@ def _serving(
         if self not in served.used:
             served.used.add(self)
             served.adopt(_options_of(self))
-        return method(*args, **kwargs)
+        return method(self, *args, **kwargs)
 
     return replacement

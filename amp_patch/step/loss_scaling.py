@@ -336,6 +336,10 @@ class PendingCheck:
         """Return whether it found an overflow; False of another scaler's."""
         return self._scaling.moves(scaler) and any(check.overflow for check, _ in self._found)
 
+    def flags(self) -> list[Tensor]:
+        """Return flags, float32 and not 0 where it overflowed; none at a scale of 1 for good."""
+        return [flag for check, _ in self._found for flag in check.found_inf if self._scaling.is_on]
+
     def withdraw(self) -> bool:
         """Let nobody wait for it any more; return whether somebody did."""
         was_waiting = False

@@ -33,6 +33,9 @@ class Pending(Protocol):
     def has_found(self, scaler: LossScaler) -> bool:
         """Return whether it overflowed, and moves this scaler."""
 
+    def flags(self) -> list[Tensor]:
+        """Return flags, float32 and not 0 where it overflowed; none where that has no effect."""
+
 
 class Announcement:
     """The line about one step of an optimizer, if that is skipped.
@@ -136,7 +139,7 @@ class Skip:
 
         Whoever made the flag says why, see `expect`.
         """
-        self.flag = _either(self.flag, found_inf.reshape(()))
+        self.flag = either(self.flag, found_inf)
 
     def expect(self, scaler: LossScaler | None) -> Callable[[str | None], None]:
         """Return what is to be told of an outcome for the next step: why, or None to make it."""
@@ -154,6 +157,18 @@ class Skip:
         """Return whether the next step is to be skipped. Waits for the device."""
         return self.is_certain or (self.flag is not None and captures.wait_for(self.flag))
 
+    def found_inf(self, device: torch.device) -> Tensor:
+        """Return whether the next step is to be skipped: float32, 0-dim, not 0 then.
+
+        Nobody waits for a device, or settles what is pending.
+
+        Args:
+            device: where the answer is wanted.
+        """
+        flags = [flag for check in self.pending for flag in check.flags()]
+        known = torch.full((), float(self.is_certain), device=device)
+        return functools.reduce(either, flags if self.flag is None else [*flags, self.flag], known)
+
     def forget(self) -> None:
         """The next step has other gradients."""
         self.is_certain, self._next_reason = False, ""
@@ -164,7 +179,7 @@ class Skip:
         if self.is_certain:
             self.cleared = True
         elif self.flag is not None and not captures.are_made(self.flag.device):
-            self._cleared_flag = _either(self._cleared_flag, self.flag)
+            self._cleared_flag = either(self._cleared_flag, self.flag)
             self.cleared = self.cleared is True or HostCopy(self._cleared_flag)
         self.left = self._may_be_left = False
         self.forget()
@@ -247,8 +262,14 @@ class Skip:
             announcement.end()
 
 
-def _either(earlier: Tensor | None, flag: Tensor) -> Tensor:
-    """Return a flag that is not 0 where one of two is not, on the device of the earlier one."""
+def either(earlier: Tensor | None, flag: Tensor) -> Tensor:
+    """Return a flag, 0-dim, not 0 where one of two of one element is not; on the earlier's device.
+
+    Args:
+        earlier: one of them; None: there is none.
+        flag: the other.
+    """
+    flag = flag.reshape(())
     if earlier is None:
         return flag
     return torch.maximum(earlier, flag.to(earlier.device, non_blocking=True))

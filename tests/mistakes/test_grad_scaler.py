@@ -264,8 +264,14 @@ def test_the_state_is_our_scalers(amp: ModuleType) -> None:
     assert scaler.get_scale() == 256.0
     scaler.update(64.0)
     assert session.scalers[0].loss_scale() == 64.0
+    other = {**saved, "growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 5}
+    scaler.load_state_dict(other)
+    assert scaler.state_dict() == other
+    assert session.scalers[0].rule.backoff_factor == 0.25
     scaler.set_growth_interval(3)
     assert scaler.get_growth_interval() == session.scalers[0].rule.growth_interval == 3
+    scaler.load_state_dict(other)
+    assert scaler.state_dict() == other
     del model, optimizer
 
 
@@ -404,6 +410,17 @@ def test_what_initialize_was_told_counts_before_it(amp: ModuleType, told: bool) 
     assert [one.filename for one in caught] == [__file__] * told
     assert all("got GradScaler(init_scale=128.0, growth" in str(one.message) for one in caught)
     assert scaler.get_scale() == 64.0
+
+
+def test_what_initialize_was_told_counts_before_what_is_loaded(amp: ModuleType) -> None:
+    model, optimizer = prepared(amp, "O1", max_loss_scale=2.0**20)
+    scaler = torch.amp.GradScaler("cpu")
+    saved = {**scaler.state_dict(), "scale": 32.0, "growth_interval": 7}
+    with pytest.warns(UserWarning, match="as amp.initialize.* was told"):
+        scaler.load_state_dict(saved)
+    assert (scaler.get_scale(), scaler.get_growth_interval()) == (32.0, 2000)
+    assert model
+    assert optimizer
 
 
 @pytest.mark.parametrize("loaded", ["amp", "scaler", "amp, scaler", "scaler, amp"])

@@ -289,3 +289,21 @@ def test_an_override_moves_the_scale_on_the_host_while_it_is_on() -> None:
     assert isinstance(case.choose(), DeviceScaling)
     assert case.scaler.move(False) is False
     assert override.met == [False]
+
+
+@pytest.mark.parametrize("value", [1.0, INF])
+@pytest.mark.parametrize("rule", [{}, {"dynamic": False, "init_scale": 1.0}], ids=["on", "off"])
+def test_whether_the_next_step_is_skipped_is_known_before_anything_moves(
+    rule: dict[str, Any], value: float
+) -> None:
+    case = Case(**rule)
+    check = PendingCheck(case.choose(delayed=True), [found(value)], [case.skip])
+    check.register()
+    expected = value == INF and rule == {}
+    assert case.skip.found_inf(CPU).item() == expected
+    assert case.scaler.loss_scale() == case.scaler.rule.init_scale
+    check.settle()
+    assert case.skip.found_inf(CPU).item() == expected
+    case.skip.forget()
+    case.skip.ask_where(torch.tensor([2.0]))
+    assert case.skip.found_inf(CPU).item() == 2.0
