@@ -262,3 +262,98 @@ def test_the_mend_of_the_first_call_stands_whatever_a_later_one_does(
     cause = found(amp, "O1", parts, between=lambda one: one[0] if type(one) is tuple else one)
     assert (cause.mended_by, cause.rule) == ("module", {"0:": "float"})
     assert ("was not tried" in cause.note) is not is_tried
+
+
+class Differs(Encoder):
+    """Returns NaN in float16: the difference of two inf."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y - y * 0.5
+
+
+class Masked(Linear):
+    """A head that is given a mask of -inf as well."""
+
+    def forward(self, given: Any) -> Tensor:
+        x, mask = given
+        return super().forward(x) + mask.exp()
+
+
+class NeedsGraph(Linear):
+    """A head that refuses what has no graph, as a penalty on gradients does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.requires_grad
+        return super().forward(x)
+
+
+def with_mask(hidden: Tensor) -> Any:
+    return hidden, torch.full((WIDTH,), -torch.inf)
+
+
+@pytest.mark.parametrize(
+    ("encoder", "head", "between"),
+    [
+        (Differs, Linear, BETWEEN["as it is"]),
+        (Encoder, Masked, with_mask),
+        (Encoder, NeedsGraph, BETWEEN["as it is"]),
+    ],
+)
+def test_a_result_is_recognized_and_replaced_as_it_was_given(
+    amp, encoder: type[nn.Module], head: type[nn.Module], between: Joined
+) -> None:
+    cause = found(amp, "O1", [encoder(), head()], between=between)
+    assert cause.rule == {"0:": "float", "1:out": "float"}
+    assert "not tried" not in cause.note
+    rules = {"modules": cause.rule}
+    assert step(amp, "O1", [encoder(), head()], between=between, rules=rules)
+
+
+class Enlarges(Linear):
+    """A neck that float16 cannot hold the result of, either."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(x)
+
+
+def test_what_a_further_mended_call_returns_is_handed_on(amp) -> None:
+    parts = Encoder, Enlarges, Linear
+    cause = found(amp, "O1", [part() for part in parts])
+    assert cause.rule == {"0:": "float", "1:out": "float", "2:out": "float"}
+    assert "not tried" not in cause.note
+    assert step(amp, "O1", [part() for part in parts], rules={"modules": cause.rule})
+
+
+class Small(Linear):
+    """A head that bears what is not too large."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(x * 1e-3)
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_of_results_of_the_same_numbers_the_last_is_handed_on(amp, calls: int) -> None:
+    """In float16 each is inf everywhere; in float32 the second is a million times the first."""
+    encoder, head = Encoder(), Small()
+    nn.init.constant_(encoder.proj.weight, 0.1)
+    nn.init.constant_(encoder.proj.bias, 1.0)
+    optimizer = SGD(nn.ModuleList([encoder, head]).parameters(), lr=0.01)
+    options = {"verbosity": 0, "loss_scale": 8.0, "trace_overflow": True}
+    amp.initialize([encoder, head], optimizer, opt_level="O1", **options)
+    hidden = torch.ones(4, WIDTH)
+    for _ in range(calls):
+        hidden = encoder(hidden)
+    scaled_backward(amp, square(head(hidden)), optimizer)
+    optimizer.step()
+    needed = ["0:", "1:out"] if calls == 2 else ["0:"]
+    assert the_cause(amp).rule == dict.fromkeys(needed, "float")
+
+
+def test_what_a_cause_without_a_graph_says_of_later_calls_is_told_with_the_rest(amp) -> None:
+    between = MADE["halved"]
+    cause = found(amp, "O1", [Encoder(), Linear()], between=lambda one: between(one.detach()))
+    assert cause.model == "Encoder"
+    first, rest = cause.note.split(". ", 1)
+    assert first == "Linear was given it, or what was made of it"
+    assert rest.startswith("Whether `1:` bears the mended result was not tried")

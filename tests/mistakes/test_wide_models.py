@@ -71,6 +71,13 @@ def test_what_is_meant_in_float64_is_not_told(amp, level: str, kind: str) -> Non
     assert not told(amp, SILENT[kind], level)
 
 
+def test_integers_beside_float64_are_no_floating_parameters(amp) -> None:
+    model = nn.Linear(4, 4).double()
+    model.table = nn.Parameter(torch.arange(3), requires_grad=False)
+    with pytest.warns(UserWarning, match=r"parameters \(2\) are all in float64"):
+        amp.initialize(model, opt_level="O1", verbosity=0)
+
+
 def test_where_amp_is_off_nothing_is_told(amp) -> None:
     assert not told(amp, lambda: nn.Linear(4, 4).double(), "O1", enabled=False)
 

@@ -6,6 +6,7 @@ import contextlib
 import re
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -21,6 +22,7 @@ from amp_patch.tools.command_line import main
 from amp_patch.tools.compare import runs
 from amp_patch.tools.launch import python_command
 from amp_patch.tools.tune import command, recorder, trials
+from amp_patch.tools.tune import outcome as outcomes
 from amp_patch.tools.tune.outcome import (
     NO_LOSS,
     Outcome,
@@ -137,6 +139,24 @@ def test_a_number_that_is_printed_is_a_metric() -> None:
 def test_a_number_is_read_whole(line: str, pattern: str, number: float) -> None:
     outcome = outcome_of_output(line, re.compile(pattern, re.MULTILINE), None)
     assert outcome.values == (number,)
+
+
+def test_of_a_long_output_only_the_line_that_matches_is_read_for_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begins = []
+
+    class Noting:
+        def finditer(self, text: str, begin: int) -> Any:
+            begins.append(text[begin:])
+            return number.finditer(text, begin)
+
+    number = outcomes._NUMBER
+    monkeypatch.setattr(outcomes, "_NUMBER", Noting())
+    text = "step 1 2 3\n" * 3 + "val -9.8e-05 at 4\n"
+    assert outcome_of_output(text, re.compile("[0-9.]+(?= at)"), None).values == (-9.8e-05,)
+    assert outcome_of_output(text, re.compile("9.8"), None).values == (-9.8e-05,)
+    assert begins == ["val -9.8e-05 at 4\n"] * 2
 
 
 def test_the_pattern_that_is_shown_finds_a_number_that_is_not_finite() -> None:
