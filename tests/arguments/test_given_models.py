@@ -132,6 +132,14 @@ def test_parameters_that_stand_for_others_are_refused(amp: ModuleType) -> None:
             amp.initialize(model, opt_level=level, verbosity=0)
 
 
+def test_parameters_that_stand_for_others_are_taken_where_they_are_frozen() -> None:
+    model = nn.Linear(2, 2)
+    model.weight = Shell(nn.Parameter(torch.ones(2, 2), requires_grad=False))
+    assert isinstance(model.weight, Shell)
+    assert not model.weight.requires_grad
+    assert arguments.models_of(model) == [model]
+
+
 class Own(nn.Parameter):
     """A parameter whose class is asked, and which is itself, as those of geoopt."""
 

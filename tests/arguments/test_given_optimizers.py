@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.optim import LBFGS, SGD, Adam
 from torch.optim.lr_scheduler import StepLR
 
 from amp_patch import arguments
+from amp_patch.arguments import given_optimizers
 
 
 @pytest.mark.parametrize(
@@ -142,3 +144,13 @@ def test_what_is_not_one_optimizer_is_refused(given: Any) -> None:
         arguments.optimizer_of(given, "amp.master_params()")
     known = optimizer()
     assert arguments.optimizer_of(known, "amp.master_params()") is known
+
+
+def test_optimizers_without_a_state_share_none() -> None:
+    groups = [{"params": [nn.Parameter(torch.zeros(1))]}]
+    proxies: Any = [SimpleNamespace(param_groups=groups) for _ in range(2)]
+    given_optimizers.refuse_shared_state(proxies)
+    for proxy in proxies:
+        proxy.state = groups
+    with pytest.raises(RuntimeError, match="of the same parameters with one state"):
+        given_optimizers.refuse_shared_state(proxies)

@@ -87,6 +87,22 @@ def test_the_scale_is_one_tensor_until_it_may_move() -> None:
     assert (before.item(), twin.scale().item()) == (65536.0, 32768.0)
 
 
+def test_an_update_that_raises_leaves_the_device_with_what_the_host_knows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scaler = LossScaler(ScaleRule())
+    twin = DeviceScaler.of(scaler, CPU)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(device_scaler.captures, "follow", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            twin.update(flag(True), nothing)
+    assert twin.scale().item() == scaler.loss_scale() == 65536.0
+
+
 READERS: dict[str, Callable[[LossScaler], Any]] = {
     "loss_scale": LossScaler.loss_scale,
     "state_dict": lambda scaler: scaler.state_dict()["loss_scale"],

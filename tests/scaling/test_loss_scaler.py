@@ -241,6 +241,25 @@ def test_exhausted_needs_two_overflows_in_a_row_at_the_floor(
     assert scaler_after(rule, events_of(passes)).exhausted is exhausted
 
 
+@pytest.mark.parametrize(
+    ("rule", "overflows", "lost"),
+    [
+        ({"init_scale": 2.0}, 1, False),
+        ({"init_scale": 2.0}, 2, True),
+        ({"init_scale": 4.0, "min_loss_scale": 4.0}, 1, False),
+        ({"init_scale": 4.0, "min_loss_scale": 4.0}, 2, True),
+        ({"dynamic": False, "init_scale": 0.5}, 2, False),
+    ],
+)
+def test_a_scale_is_lost_below_1_or_where_its_floor_was_met_twice(
+    rule: dict[str, Any], overflows: int, lost: bool
+) -> None:
+    scaler = LossScaler(ScaleRule(**rule))
+    for _ in range(overflows):
+        scaler.update(True)
+    assert scaler.is_lost() is lost
+
+
 def test_floor_counts_overflows_that_hysteresis_would_tolerate() -> None:
     rule = ScaleRule(init_scale=1.0, min_loss_scale=1.0, hysteresis=5)
     assert scaler_after(rule, events_of("xx")).exhausted

@@ -158,3 +158,18 @@ def test_extreme_scales_and_their_inverses_are_normal_float32(bound: float) -> N
     tiny = torch.finfo(torch.float32).tiny
     pair = torch.tensor([rule.init_scale, 1 / rule.init_scale], dtype=torch.float32)
     assert bool((torch.isfinite(pair) & (pair >= tiny)).all())
+
+
+@pytest.mark.parametrize(
+    ("wanted", "count"), [(2.0**16, 1), (2.0**15, 2), (2.0**14, 3), (2.0**10, 7), (2.0**9, None)]
+)
+def test_how_many_overflows_bring_a_scale_down_to_another(wanted: float, count: int | None) -> None:
+    rule = ScaleRule(hysteresis=2, min_loss_scale=2.0**10)
+    assert rule.overflows_until(2.0**16, wanted) == count
+
+
+def test_scales_are_float32_numbers_as_a_device_has_them() -> None:
+    rule = ScaleRule(init_scale=0.3, min_loss_scale=0.1, max_loss_scale=0.7, growth_factor=1.1)
+    scales = rule.init_scale, rule.min_loss_scale, rule.max_loss_scale
+    assert scales == tuple(np.array([0.3, 0.1, 0.7], np.float32).astype(float))
+    assert rule.growth_factor == 1.1

@@ -39,6 +39,12 @@ def test_gradients_that_were_cleared_or_written_to_are_gone() -> None:
     assert check.gradients() is None
 
 
+def test_where_one_of_several_gradients_was_cleared_none_is_told_of() -> None:
+    params, check = checked()
+    params[1].grad = None
+    assert check.gradients() is None
+
+
 def test_it_keeps_no_parameter_alive() -> None:
     params, check = checked()
     del params

@@ -104,6 +104,21 @@ def test_the_device_scales_where_it_can_skip(
 
 
 @pytest.mark.usefixtures("runs_ahead")
+@pytest.mark.parametrize(("dynamic", "expected"), [(True, HostScaling), (False, DeviceScaling)])
+def test_a_low_scale_is_the_hosts_to_look_at_if_it_moves(dynamic: bool, expected: type) -> None:
+    assert isinstance(Case(dynamic=dynamic, init_scale=2.0**-12).choose(), expected)
+
+
+@pytest.mark.usefixtures("runs_ahead")
+def test_a_pass_that_brought_no_gradient_is_a_finite_one() -> None:
+    case = Case()
+    scaling = case.choose()
+    assert isinstance(scaling, DeviceScaling)
+    scaling.update([], [case.skip])
+    assert (case.scaler.unskipped, case.skip.is_possible) == (1, False)
+
+
+@pytest.mark.usefixtures("runs_ahead")
 def test_at_its_floor_the_host_scales_to_name_what_is_not_finite() -> None:
     case = Case(min_loss_scale=65536.0)
     case.scaler.update(overflow=True)

@@ -544,3 +544,15 @@ def test_gradients_of_a_skipped_step_that_are_left_are_added_to(amp: ModuleType)
             scaled_loss.backward()
         optimizer.step()
         assert amp.step_was_skipped(optimizer)
+
+
+@pytest.mark.parametrize("later", [0.0, 1.0])
+def test_what_overflowed_and_was_cleared_stays_known_whatever_is_cleared_later(
+    later: float,
+) -> None:
+    skip = Skip(print)
+    skip.ask("an overflow")
+    skip.forget_cleared()
+    skip.ask_where(torch.tensor([later]))
+    skip.forget_cleared()
+    assert skip.has_cleared()
