@@ -18,12 +18,21 @@ from torch import Tensor, nn
 
 from amp_patch.did_you_mean import did_you_mean, meant
 
+#: Classes of other libraries -> the argument of their forward that boxes come in.
+_BOXES = {
+    "torchvision.models.detection.fcos.FCOS": "targets",
+    "torchvision.models.detection.generalized_rcnn.GeneralizedRCNN": "targets",
+    "torchvision.models.detection.retinanet.RetinaNet": "targets",
+    "torchvision.models.detection.ssd.SSD": "targets",
+}
 _BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 def find(models: Sequence[nn.Module], rules: Mapping[str, str]) -> list[tuple[str, ...]]:
     """Return, for each model, the names of what its call leaves as it is.
+
+    Boxes that a detector of torchvision gets are among them without a rule.
 
     Args:
         models: whose ``forward`` has the arguments.
@@ -37,7 +46,19 @@ def find(models: Sequence[nn.Module], rules: Mapping[str, str]) -> list[tuple[st
     for name in rules:
         if models and name not in known:
             raise ValueError(_unknown(name, models))
-    return found
+    return [
+        (*names, *(set(_boxes_of(model)) - set(names)))
+        for model, names in zip(models, found, strict=True)
+    ]
+
+
+def _boxes_of(model: nn.Module) -> Iterator[str]:
+    """Yield the argument that boxes come in, where a class that is known for one has forward."""
+    owner = getattr(forward_of(model), "__self__", model)
+    for kind in type(owner).__mro__:
+        path = f"{kind.__module__}.{kind.__qualname__}"
+        if path in _BOXES:
+            yield _BOXES[path]
 
 
 def places(

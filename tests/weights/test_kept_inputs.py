@@ -122,6 +122,25 @@ def test_of_several_models_those_that_have_the_argument(amp: ModuleType) -> None
     assert plain(X).dtype is torch.float32
 
 
+#: A class that torchvision's detectors are derived from.
+RetinaNet = type("RetinaNet", (Detector,), {"__module__": "torchvision.models.detection.retinanet"})
+
+
+class OfOwn(RetinaNet):  # type: ignore[valid-type, misc]  # a class made by hand
+    """A detector of a script's, as FasterRCNN is one of torchvision's."""
+
+
+@pytest.mark.parametrize("rules", [{}, {"inputs": {"targets": "off"}}])
+@pytest.mark.parametrize("level", STORED)
+def test_boxes_of_torchvisions_detectors_need_no_rule(
+    amp: ModuleType, level: str, rules: dict[str, Any]
+) -> None:
+    wrapped = torch.compile(OfOwn(), backend="eager")
+    for model in amp.initialize([OfOwn(), wrapped], opt_level=level, verbosity=0, rules=rules):
+        model(X, BOXES)
+        assert_kept(getattr(model, "_orig_mod", model), STORED[level])
+
+
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_name_that_no_forward_has_changes_nothing(amp: ModuleType, level: str) -> None:
     model = Detector()

@@ -38,6 +38,14 @@ def run_widened(function: Function, args: Args, kwargs: Kwargs) -> Any:
     return function(*args, **kwargs)
 
 
+def run_like_first(function: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Call it so; results have the dtype of its first argument, the features that it samples."""
+    features = args[0] if args else kwargs.get("input")
+    found = run_widened(function, args, kwargs)
+    dtype = getattr(features, "dtype", None)
+    return to_any(found, dtype) if dtype in HALVES else found
+
+
 def run_wide(function: Function, args: Args, kwargs: Kwargs) -> Any:
     """Call it in a model that is stored in half with half arguments in float32."""
     if mode.stored is None or mode.region is not None:

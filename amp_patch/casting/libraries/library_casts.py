@@ -191,6 +191,7 @@ WORDS: dict[str, Word] = {
     "float": Word(_called_by(float32_calls.run_float), is_public=True),
     "result": Word(_called_by(half_calls.run_result), is_public=True),
     "counted": Word(_counting, is_for_half=True),
+    "first": Word(_called_by(float32_calls.run_like_first)),
     "float_on_cpu": Word(_called_by(float32_calls.run_float_on_cpu), is_for_half=True),
     "frames": Word(_called_by(half_calls.run_frames), is_for_half=True),
     "lengths": Word(_called_by(float32_calls.run_lengths), is_for_half=True),

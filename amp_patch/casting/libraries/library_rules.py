@@ -26,6 +26,7 @@ stands for that method of every class that the module, or one inside of it, defi
 - "loss": to float32 at every level but O0, with all that is computed inside, and not cast back. For
   methods of models, which scripts call beside the model's call, and what calls a model for them.
 - "widened": half ones to float32 at every level, beside models as well.
+- "first": as "widened", and the results have the dtype of the first argument.
 - "wide": in such a model half ones to float32, and the results stay in it.
 - "rounded": as "wide", and the results are cast to the model's dtype. For what calls no layer: it
   needs no region, in which each call of torch goes through Python.
@@ -61,6 +62,7 @@ REASONS = {
     "autocast": "DGL casts its arguments to half inside of torch.autocast",
     "autocast rule": "who wrote the operator says what it is cast to, by register_autocast",
     "bias": "the layer adds a float32 bias at O1, and what follows would keep float32 activations",
+    "boxes": "half precision rounds corners of boxes by pixels, and the CPU has no half kernel",
     "cancels": "its result or its gradient is a small difference of numbers, which half rounds",
     "curved": "its second derivative is 1 over it: below 1.5e-5 that is more than float16 holds",
     "choices": "differences of large products say which points are near, and half rounds these",
@@ -505,5 +507,32 @@ RULES = {
     "torch_scatter.segment_coo": {
         "segment_sum_coo": ("promote", "always", "hubs"),
         "segment_mean_coo": ("promote", "always", "hubs"),
+    },
+    "torchvision.models.detection._utils": {
+        "BoxCoder.decode_single": ("widened", "always", "boxes"),
+        "BoxLinearCoder.decode": ("widened", "always", "boxes"),
+    },
+    "torchvision.models.detection.anchor_utils": {
+        "AnchorGenerator.set_cell_anchors": ("told", "always", "boxes"),
+    },
+    # as torchvision's autocast does
+    "torchvision.ops.boxes": {
+        "batched_nms": ("widened", "always", "boxes"),
+        "nms": ("widened", "always", "boxes"),
+    },
+    "torchvision.ops.deform_conv": {
+        "deform_conv2d": ("first", "always", "boxes"),
+    },
+    "torchvision.ops.ps_roi_align": {
+        "ps_roi_align": ("first", "always", "boxes"),
+    },
+    "torchvision.ops.ps_roi_pool": {
+        "ps_roi_pool": ("first", "always", "boxes"),
+    },
+    "torchvision.ops.roi_align": {
+        "roi_align": ("first", "always", "boxes"),
+    },
+    "torchvision.ops.roi_pool": {
+        "roi_pool": ("first", "always", "boxes"),
     },
 }

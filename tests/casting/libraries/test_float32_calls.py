@@ -1,5 +1,6 @@
 """What is computed in float32 whatever dtypes come: counts, losses, norms of matrices."""
 
+import functools
 from collections.abc import Callable
 from types import ModuleType
 
@@ -35,6 +36,27 @@ def test_two_dtypes_promote_to_float32_and_count_in_it(dtypes: tuple[torch.dtype
     found = called_at("O1", "inside", wrap(torch.add, Rule("told")), a, b)
     assert found.dtype is F32
     assert (found > 100_000).all()
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+@pytest.mark.parametrize("dtypes", [(F16, F32), (F32, F16), (BF16, BF16), (F32, F32), (F64, F64)])
+def test_the_result_has_the_dtype_of_the_first_argument(
+    level: str, dtypes: tuple[torch.dtype, ...]
+) -> None:
+    """As torchvision's autocast has it for what samples features at places of boxes."""
+
+    def sample(input: Tensor, boxes: list[Tensor]) -> Tensor:
+        SEEN.append((input.dtype, boxes[0].dtype))
+        return input * boxes[0]
+
+    features, boxes = (torch.full((2,), 1.5, dtype=dtype) for dtype in dtypes)
+    function = wrap(sample, Rule("first", "always"))
+    named = functools.partial(function, boxes=[boxes])
+    for called in (lambda x: function(x, [boxes]), named, lambda x: named(input=x)):
+        found = called_at(level, "inside", called, features)
+        assert found.dtype is dtypes[0]
+        assert found.tolist() == [2.25, 2.25]
+        assert SEEN.pop() == (F64, F64) if F64 in dtypes else (F32, F32)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

@@ -1,6 +1,7 @@
 """The data of library_rules: its words mean something, and each row stands for a function."""
 
 import importlib
+import importlib.util
 import re
 
 import graph_libraries  # noqa: F401 - quietly
@@ -15,8 +16,11 @@ from amp_patch.patching import resolve_in
 
 pytestmark = pytest.mark.usefixtures("graph_libraries_imported")
 ROWS = [(module, name, *row) for module, names in RULES.items() for name, row in names.items()]
-#: What `amp_patch[graphs]` brings; the others must be compiled for the torch at hand.
-INSTALLED = ("dgl", "torch_geometric")
+#: What `amp_patch[graphs]` brings, and torchvision where it is at hand; the others must be compiled
+#: for the torch at hand.
+INSTALLED = ["dgl", "torch_geometric"]
+if importlib.util.find_spec("torchvision"):
+    INSTALLED.append("torchvision")
 
 
 @pytest.mark.parametrize(("module", "name", "casts", "in_float", "reason"), ROWS)
