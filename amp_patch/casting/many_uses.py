@@ -163,6 +163,7 @@ class _Context(FunctionCtx):
     """What the backward of `_Place` gets of its forward."""
 
     dtype: torch.dtype
+    key: int
 
 
 class _Place(Function):
@@ -170,11 +171,13 @@ class _Place(Function):
 
     @staticmethod
     def forward(ctx: _Context, weight: Tensor) -> Tensor:
-        ctx.dtype = weight.dtype
+        ctx.dtype, ctx.key = weight.dtype, id(weight)
         return torch.zeros((), device=weight.device, dtype=torch.float32).expand(weight.shape)
 
     @staticmethod
     def backward(ctx: _Context, grad: Tensor) -> Any:
+        # `torch.autograd.grad` begins nothing anew, and the weight may be of one task alone
+        _parts.pop(ctx.key, None)
         return grad.to(ctx.dtype)
 
 

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 from torch.optim import Optimizer
 
+from amp_patch.casting.many_uses import begin_anew
 from amp_patch.casting.torch_compile import never_trace
 from amp_patch.early_looks import WATCHED
 from amp_patch.running_backward import is_in_backward
@@ -174,6 +175,7 @@ class Backwards:
             if not self._prepared:
                 self._after_lone()
             elif is_plain and not self._running:
+                begin_anew()
                 self._after_plain(reached)
         for step in [*self._running]:
             step.receive_in_step()

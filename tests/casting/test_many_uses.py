@@ -392,6 +392,54 @@ def test_deactivate_forgets_whose_uses_were_many(amp: ModuleType) -> None:
     assert not many_uses.is_used_up(model.weight)  # another one may have its id by now
 
 
+def plain_backward(loss: Tensor, own: dict[str, nn.Parameter]) -> None:
+    loss.backward()
+
+
+def grad(loss: Tensor, own: dict[str, nn.Parameter]) -> None:
+    torch.autograd.grad(loss, list(own.values()))
+
+
+def nothing_then_a_backward(loss: Tensor, own: dict[str, nn.Parameter]) -> None:
+    del loss
+    torch.zeros((), requires_grad=True).backward()
+
+
+@pytest.mark.parametrize("differentiate", [plain_backward, grad, nothing_then_a_backward])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_parts_go_with_the_weights_of_one_task(
+    amp: ModuleType, level: str, differentiate: Callable[[Tensor, Any], None]
+) -> None:
+    """As a test-time adaptation makes them anew, between two steps of the training."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    own = {name: nn.Parameter(one.detach().clone()) for name, one in model.named_parameters()}
+    state = torch.ones(2, 4)
+    for _ in range(2 * USES[STORED_IN[level]]):
+        state = torch.func.functional_call(model, own, (state.tanh(),))
+    assert len(parts_of(state)) >= 2
+    loss = state.float().square().mean()
+    del state
+    differentiate(loss, own)
+    living = [weakref.ref(one) for one in own.values()]
+    del own, loss
+    gc.collect()
+    assert [one() for one in living] == [None, None]
+
+
+def test_uses_after_a_plain_backward_are_counted_anew(amp: ModuleType) -> None:
+    """No use of a graph that is gone has the next one take parts."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    for _ in range(3):
+        loss = torch.stack([model(torch.ones(2, 4)).sum() for _ in range(20)]).sum()
+        assert not parts_of(loss)
+        loss.backward()
+        optimizer.zero_grad()
+
+
 def in_selective_checkpoint(model: nn.Module, x: Tensor) -> Tensor:
     def contexts() -> Any:
         return create_selective_checkpoint_contexts(lambda *_, **__: CheckpointPolicy.MUST_SAVE)
