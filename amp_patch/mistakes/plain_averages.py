@@ -30,7 +30,7 @@ _MOST_STEPS = 16
 #: Elements up to which a parameter is compared, where a model has one so small.
 _SMALL = 1 << 16
 _ALIKE = ("dtype", "shape", "device")
-#: How far an average is from its parameter at most, in norms of the parameter.
+#: How far an average is at most from what its parameter was on its way, in norms of that.
 _NEAR = 0.5
 
 
@@ -43,6 +43,8 @@ class _Followed:
 
     def __init__(self, param: Tensor) -> None:
         self._param = TensorWeakRef(param)
+        # A model that trains fast leaves a slow average far behind. No copy is made of large ones.
+        self._start = param.detach().float() if param.numel() <= _SMALL else None
         self._earlier: list[Tensor] = []  # in fp32, for another thread may look as well
         # versions, and values, in fp32 as well
         self._seen: dict[int, tuple[int, Tensor]] = {}
@@ -56,8 +58,9 @@ class _Followed:
     def look(self, living: Callable[[], Iterable[Tensor]]) -> bool:
         """Look once; return whether it is worth another look.
 
-        A tensor follows the parameter that is near it, none of its last values, and was written
-        to, or made, since the last look: a copy that a script keeps stays, or is such a value.
+        A tensor follows the parameter that is near it, or near its way from the first value, that
+        is none of its last values, and that was written to, or made, since the last look: a copy
+        that a script keeps stays, or is such a value.
         """
         param = self._param()
         if param is None or param.dtype not in HALVES or captures.are_made(param.device):
@@ -66,6 +69,8 @@ class _Followed:
         if self._earlier and torch.equal(self._earlier[-1], value):
             return True  # the step was skipped, or too small
         self._earlier = [*self._earlier[-2:], value]
+        if self._start is not None:
+            self._start = self._start.to(value.device)  # the model may have been moved
         near = [one for one in living() if self._is_near(one, param)]
         moved = [one for one in near if self._has_moved(one)]
         self._seen = {id(one): (one._version, one.float()) for one in near}
@@ -87,10 +92,24 @@ class _Followed:
             return False
         if tensor is param.grad:
             return False
-        wide, value = tensor.float(), self._earlier[-1]
-        if not (wide - value).norm() <= _NEAR * value.norm():
+        wide = tensor.float()
+        passed = self._passed(wide)
+        if not (wide - passed).norm() <= _NEAR * passed.norm():
             return False
         return not any(torch.equal(wide, earlier) for earlier in self._earlier)
+
+    def _passed(self, wide: Tensor) -> Tensor:
+        """Return what is nearest to a tensor on the straight way from the first value to the last.
+
+        An average of all values on the way is near to it, however slowly it follows.
+        """
+        value = self._earlier[-1]
+        if self._start is None:
+            return value
+        way = value - self._start
+        length = way.square().sum()
+        done = ((wide - self._start) * way).sum() / length.clamp(min=torch.finfo(length.dtype).tiny)
+        return torch.lerp(self._start, value, done.clamp(0.0, 1.0))
 
 
 class PlainAverages:

@@ -19,6 +19,7 @@ from torch.optim import swa_utils
 from training import LEVELS, batches, loss_of, make, prepared, weights
 
 from amp_patch import amp as core
+from amp_patch.mistakes import plain_averages
 from amp_patch.session import session
 
 HALF = ("O2", "O5")
@@ -265,6 +266,26 @@ def stuck_in_half(params: list[Tensor], average: list[Tensor]) -> list[Tensor]:
     return average
 
 
+def slowly(params: list[Tensor], average: list[Tensor]) -> list[Tensor]:
+    """Write as mmcv's hook does with its own momentum."""
+    for one, param in zip(average, params, strict=True):
+        one.mul_(0.998).add_(param.data, alpha=0.002)
+    return average
+
+
+def noise(params: list[Tensor], others: list[Tensor]) -> list[Tensor]:
+    return [torch.randn_like(param) / 4 for param in params]
+
+
+def opposites(params: list[Tensor], others: list[Tensor]) -> list[Tensor]:
+    return [one.copy_(-param.data) for one, param in zip(others, params, strict=True)]
+
+
+def squares(params: list[Tensor], others: list[Tensor]) -> list[Tensor]:
+    pairs = zip(others, params, strict=True)
+    return [one.mul_(0.9).addcmul_(param.data, param.data, value=0.1) for one, param in pairs]
+
+
 def last_values(params: list[Tensor], average: list[Tensor]) -> list[Tensor]:
     return [param.detach().clone() for param in params]
 
@@ -282,7 +303,12 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
 
 
 def steps_with(
-    amp: ModuleType, level: str, update: Any, read: str = "model", still: int | None = None
+    amp: ModuleType,
+    level: str,
+    update: Any,
+    read: str = "model",
+    still: int | None = None,
+    lr: float = 0.01,
 ) -> list[Any]:
     """Train 24 steps with what a script keeps beside a model; return the warnings of averages."""
     model, optimizer = make()
@@ -295,7 +321,7 @@ def steps_with(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for number, inputs in enumerate(itertools.islice(itertools.cycle(batches()), 24)):
-            optimizer.param_groups[0]["lr"] = 0.0 if number == still else 0.01
+            optimizer.param_groups[0]["lr"] = 0.0 if number == still else lr
             optimizer.zero_grad()
             with amp.scale_loss(loss_of(model, inputs), optimizer) as scaled_loss:
                 scaled_loss.backward()
@@ -316,6 +342,33 @@ def test_an_average_in_plain_tensors_is_told_of_once(
 ) -> None:
     caught = steps_with(amp, level, update)
     assert [one.filename for one in caught] == [__file__]
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("level", HALF)
+@pytest.mark.parametrize(
+    ("update", "count"),
+    [
+        *((one, 1) for one in (shadow_in_place, slowly, stuck_in_half)),
+        *((one, 0) for one in (noise, opposites, squares, last_values, first_values)),
+    ],
+)
+def test_weights_that_move_fast_hide_no_average(
+    amp: ModuleType, level: str, update: Any, count: int
+) -> None:
+    """An average lags them by more than half of what they are; other tensors are still none."""
+    assert len(steps_with(amp, level, update, lr=1.0)) == count
+
+
+@pytest.mark.usefixtures("threads")
+def test_of_a_large_weight_no_first_value_is_kept(
+    amp: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plain_averages, "_SMALL", 0)
+    prepared(amp, "O2")
+    (followed,) = session.guard.plain_averages._followed
+    assert not [one for one in vars(followed).values() if isinstance(one, Tensor)]
+    assert len(steps_with(amp, "O2", shadow_in_place)) == 1
 
 
 class TwoEncoders(nn.Module):
