@@ -87,8 +87,9 @@ MAKERS = ("copy.copy(", "nn.Parameter(")
 # A function that is "_dynamo_marked..." it calls, before one of "_torchdynamo_..." a graph ends.
 METADATA = {"__doc__", "__module__", "__name__", "__qualname__", "__signature__", "__wrapped__"}
 # What it "stands_for" is asked by what wraps it once more, the method that it "calls" by regions.
-# `custom_fwd` is answered by "custom".
-METADATA |= {"calls", "custom", "__prepare_scriptable__", "_dynamo_marked_constant", "stands_for"}
+METADATA |= {"calls", "__prepare_scriptable__", "_dynamo_marked_constant", "stands_for"}
+# `custom_fwd` is answered by "custom", or by "widening".
+METADATA |= {"custom", "widening"}
 # TorchScript is not shown a hook of the drop-in that "is_not_scripted".
 METADATA |= {"is_not_scripted", "_torchdynamo_disable", "_torchdynamo_disable_msg", "traced"}
 

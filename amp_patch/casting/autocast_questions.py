@@ -2,7 +2,9 @@
 
 Libraries protect what is to be in float32, and cast for kernels of their own, only where autocast
 is said to be on. Where functions cast to half the answers are those of a ``torch.autocast`` to that
-dtype. Knows the mode of the thread, and how torch.compile meets a question; knows nothing of casts.
+dtype. In a model that is stored in half (O2, O3, O5) `custom_fwd` alone is told that it is on,
+where it casts to float32. Knows the mode of the thread, and how torch.compile meets a question;
+knows nothing of casts.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import torch
 from amp_patch.imported_modules import is_left_alone
 from amp_patch.patching import Patches
 
-from .mode import OFF, cast_dtype, process
+from .mode import OFF, cast_dtype, mode, process
 from .torch_compile import traced
 
 Function = Callable[..., Any]
@@ -54,19 +56,46 @@ def replacements() -> dict[str, Callable[[Function], Function]]:
     return {f"torch.{name}": make for name, make in _QUESTIONS.items() if hasattr(torch, name)}
 
 
+def replacements_for_half() -> dict[str, Callable[[Function], Function]]:
+    """Return the same for what is replaced while a model is stored in half."""
+    return {"torch.is_autocast_enabled": _whether_in_half}
+
+
 def _whether(device: str, original: Function) -> Function:
-    """Say that autocast is on, where functions cast.
+    """Say that autocast is on, where functions cast, and as `_whether_in_half` does.
 
     Args:
         device: that is asked about where the call names none.
         original: the question.
     """
+    if hasattr(original, "widening"):  # of `_whether_in_half`, for which this answers as well
+        original = original.__wrapped__
 
     def is_enabled(*args: Any, **kwargs: Any) -> bool:
         is_cast = _asked(original, device, args, kwargs) is not None
         return is_cast or original(*args, **kwargs)
 
-    return _for_all_but_torch(original, is_enabled, is_enabled)
+    def is_widening(*args: Any, **kwargs: Any) -> bool:
+        return _runs_in_half(*args, **kwargs) or is_enabled(*args, **kwargs)
+
+    return _for_all_but_torch(original, is_enabled, is_enabled, is_widening)
+
+
+def _whether_in_half(original: Function) -> Function:
+    """Say to a `custom_fwd` that casts to float32 that autocast is on, in a model in half.
+
+    Half layers take what it returns. They would not take the other half dtype.
+    """
+
+    def is_widening(*args: Any, **kwargs: Any) -> bool:
+        return _runs_in_half(*args, **kwargs) or original(*args, **kwargs)
+
+    return _for_all_but_torch(original, original, original, is_widening)
+
+
+def _runs_in_half(device: str) -> bool:
+    """Tell whether a model runs that is stored in half, with no block that says how to compute."""
+    return mode.stored is not None and not mode.off and device in process.devices
 
 
 def _which(device: str | None, original: Function) -> Function:
@@ -79,7 +108,7 @@ def _which(device: str | None, original: Function) -> Function:
         is_cast = _asked(original, device, args, kwargs) is not None
         return NOTED if is_cast else original(*args, **kwargs)
 
-    return _for_all_but_torch(original, get_dtype, get_noted)
+    return _for_all_but_torch(original, get_dtype, get_noted, get_noted)
 
 
 def _asked(original: Function, default: str | None, args: Any, kwargs: Any) -> torch.dtype | None:
@@ -89,17 +118,25 @@ def _asked(original: Function, default: str | None, args: Any, kwargs: Any) -> t
     return dtype_of_casts([*args, *kwargs.values(), default][0])
 
 
-def _for_all_but_torch(original: Function, answer: Function, custom: Function) -> Function:
+def _for_all_but_torch(
+    original: Function, answer: Function, custom: Function, widening: Function
+) -> Function:
     """Answer torch's own code as it did: it would hand on that autocast is on, and cast by it.
 
     Args:
         original: the question.
         answer: to all others.
-        custom: to `custom_fwd`, where that casts.
+        custom: to `custom_fwd`, where that casts to half.
+        widening: to `custom_fwd`, where that casts to float32.
     """
 
     # not read from the replacement: one that held itself would look as if somebody held it
-    answers = {"traced": answer, "custom": custom, "__wrapped__": original}
+    answers = {
+        "traced": answer,
+        "custom": custom,
+        "widening": widening,
+        "__wrapped__": original,
+    }
 
     @functools.wraps(original)
     def question(*args: Any, **kwargs: Any) -> Any:
@@ -108,6 +145,7 @@ def _for_all_but_torch(original: Function, answer: Function, custom: Function) -
     replacement: Any = question
     replacement.traced = answer
     replacement.custom = custom
+    replacement.widening = widening
     # TorchScript knows the original, and what it compiles casts nothing.
     replacement.__prepare_scriptable__ = lambda: original
     return question
@@ -117,7 +155,10 @@ def _who_answers(caller: Any) -> str:
     """Return the attribute of a replacement that answers what this frame asks."""
     if _is_about_casts(caller):
         return "traced"
-    return "custom" if _casts_inputs(caller) else "__wrapped__"
+    dtype = _casts_inputs_to(caller)
+    if dtype is None:
+        return "__wrapped__"
+    return "widening" if dtype is torch.float32 else "custom"
 
 
 def _is_about_casts(caller: Any) -> bool:
@@ -127,18 +168,18 @@ def _is_about_casts(caller: Any) -> bool:
     return caller.f_code is _BLOCK or not is_own
 
 
-def _casts_inputs(caller: Any) -> bool:
-    """Tell whether what asks is `torch.amp.custom_fwd` with ``cast_inputs``.
+def _casts_inputs_to(caller: Any) -> Any:
+    """Return the ``cast_inputs`` of `torch.amp.custom_fwd` where that is what asks, else None.
 
     Where it is told that autocast is on it casts what it is called with, and enters a block in
     which nothing casts. Without ``cast_inputs`` it would switch autocast on in its backward.
     """
     if caller.f_code is not _CUSTOM_FORWARD:
-        return False
+        return None
     if isinstance(caller, types.FrameType):
-        return caller.f_locals["cast_inputs"] is not None
+        return caller.f_locals["cast_inputs"]
     cell = caller.symbolic_locals["cast_inputs"]
-    return caller.output.side_effects.load_cell(cell).as_python_constant() is not None
+    return caller.output.side_effects.load_cell(cell).as_python_constant()
 
 
 def trace(patches: Patches, questions: Mapping[str, Function]) -> None:

@@ -1,6 +1,7 @@
 """Code that asks whether autocast is on gets the answers that it gets under ``torch.autocast``."""
 
 import contextlib
+import copy
 import functools
 import sys
 import threading
@@ -338,6 +339,80 @@ def test_custom_fwd_casts_its_inputs_and_nothing_in_it(amp, opt_level, dtype, co
     assert torch.equal(x.grad, by_hand[1])
     assert compiled or seen == {dtype}
     del model
+
+
+class InFloat32(torch.autograd.Function):
+    """A layer's product that takes float32 alone, forward and backward."""
+
+    @staticmethod
+    def refuse(*tensors):
+        if any(one.dtype is not torch.float32 for one in tensors):
+            raise TypeError("float32 is needed")
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        InFloat32.refuse(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        InFloat32.refuse(grad)
+        return grad @ weight, grad.T @ x
+
+
+class Exact(nn.Linear):
+    def forward(self, x):
+        return InFloat32.apply(x, self.weight)
+
+
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize(
+    ("opt_level", "beside", "compiled"),
+    [
+        *(("O2", None, False), ("O3", None, False), ("O5", None, False), ("O5", "O1", False)),
+        *(("O2", None, True), ("O5", "O1", True)),
+    ],
+)
+def test_custom_fwd_gets_float32_in_a_model_in_half(amp, opt_level, beside, compiled):
+    """Half layers take what it returns; the gradients are float64's, but for roundings to half."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), Exact(8, 8), nn.LayerNorm(8), nn.Linear(8, 2))
+    exact = copy.deepcopy(model).double()
+    linear = functools.partial(nn.functional.linear, weight=exact[1].weight)
+    exact[3](exact[2](linear(exact[0](X.double())))).square().mean().backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    other = activate(amp, beside) if beside else None
+    amp.initialize(model, optimizer, opt_level=opt_level, loss_scale=128.0, verbosity=0)
+    run = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
+    with amp.scale_loss(run(X).float().square().mean(), optimizer) as scaled:
+        scaled.backward()
+    eps = 2.0**-7 if opt_level == "O5" else 2.0**-10
+    for found, expected in zip(amp.master_params(optimizer), exact.parameters(), strict=True):
+        if expected.grad is None:  # the bias that is not used
+            continue
+        error = (found.grad.double() - expected.grad).norm() / expected.grad.norm()
+        assert error < 8 * eps
+    with amp.disable_casts(), pytest.raises(TypeError, match="float32 is needed"):
+        model(X)
+    del other
+
+
+@pytest.mark.parametrize(("opt_level", "dtype"), [("O2", "bfloat16"), ("O5", "float16")])
+def test_custom_fwd_brings_no_other_half_into_a_model_in_half(amp, opt_level, dtype):
+    """Its layers would not take it."""
+    seen = []
+
+    class Noting(nn.Linear):
+        def forward(self, x):
+            seen.append(x.dtype)
+            return casting(getattr(torch, dtype), lambda _: None)(x, self.weight)
+
+    model = activate(amp, opt_level, nn.Sequential(Noting(4, 4), nn.LayerNorm(4)))
+    assert model(X).isfinite().all()
 
 
 @LEVELS

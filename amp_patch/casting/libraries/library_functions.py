@@ -16,12 +16,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from amp_patch.casting import half_numbers, layer_forwards, targets, written_values
+from amp_patch.casting import (
+    autocast_questions,
+    half_numbers,
+    layer_forwards,
+    targets,
+    written_values,
+)
 from amp_patch.casting.held_functions import HeldFunctions
 from amp_patch.casting.installation import calling, replace_by
 from amp_patch.casting.kept_wrappers import KeptWrappers
 from amp_patch.imported_modules import bindings, is_left_alone
-from amp_patch.patching import Patches, as_if_defined_at, resolve_in, when_imported
+from amp_patch.patching import Patches, as_if_defined_at, resolve, resolve_in, when_imported
 from amp_patch.weak_modules import WeakModules
 
 from . import library_rules
@@ -100,10 +106,17 @@ class LibraryFunctions:
         for name in self._rules:
             if name in sys.modules:  # of other libraries methods alone, which no module binds
                 self._of_torch.update(self._patch(sys.modules[name], for_half=True))
-        others = {**written_values.replacements_for_half(), **half_numbers.replacements()}
+        questions = autocast_questions.replacements_for_half()
+        others = {
+            **questions,
+            **written_values.replacements_for_half(),
+            **half_numbers.replacements(),
+        }
         for path, make in others.items():
             original, replacement = replace_by(self._patches_for_half, make, path, _kept)
             self._of_torch[id(original)] = original, replacement
+        standing = {path: resolve(path)[2] for path in questions}
+        autocast_questions.trace(self._patches_for_half, standing)
         # A module that is imported from now on may bind one by its name.
         self._patches_for_half.expect_bindings(self._of_torch)
         layer_forwards.install_for_half(self._patches_for_half)
