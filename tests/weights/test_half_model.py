@@ -340,6 +340,22 @@ class Mixed(nn.Module):
         return self.linear(x * self.scale.to(x.dtype))
 
 
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+def test_which_pickles_can_be_loaded_without_amp_patch(amp: ModuleType, level: str) -> None:
+    """As the pages say of `torch.save(model)`: those of a new model, and after `deactivate`."""
+    model = prepared(amp, nn.Sequential(nn.Linear(4, 3), nn.Tanh()), level)
+    fresh = nn.Sequential(nn.Linear(4, 3), nn.Tanh())
+    fresh.load_state_dict(model.state_dict())
+    copied = copy.deepcopy(model)
+    assert [_needs_us(one) for one in (model, copied, fresh)] == [True, True, False]
+    amp.deactivate()
+    assert [_needs_us(one) for one in (model, copied, fresh)] == [False, True, False]
+
+
+def _needs_us(model: nn.Module) -> bool:
+    return b"amp_patch" in pickle.dumps(model)
+
+
 def from_a_pickle(model: nn.Module) -> nn.Module:
     return pickle.loads(pickle.dumps(model))
 
