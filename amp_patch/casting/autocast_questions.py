@@ -69,7 +69,7 @@ def _whether(device: str, original: Function) -> Function:
         original: the question.
     """
     if hasattr(original, "widening"):  # of `_whether_in_half`, for which this answers as well
-        original = original.__wrapped__
+        original = vars(original)["__wrapped__"]
 
     def is_enabled(*args: Any, **kwargs: Any) -> bool:
         is_cast = _asked(original, device, args, kwargs) is not None
