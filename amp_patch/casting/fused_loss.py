@@ -8,6 +8,7 @@ see what a kernel computes of; nothing of rules. Every other call is the caller'
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
@@ -35,8 +36,9 @@ def has_kernel(function: Function) -> bool:
     It may for torch's own, and its wrapper of `library_casts`, and not for a replacement.
     """
     original = stood_for(function) or function
-    in_torch = getattr(original, "__globals__", None) is vars(functional)
-    is_torchs = in_torch and original.__name__ == "cross_entropy"
+    if type(original) is not types.FunctionType:  # a proxy of one says that it is an instance
+        return False
+    is_torchs = original.__globals__ is vars(functional) and original.__name__ == "cross_entropy"
     return is_torchs and torch.version.cuda is not None
 
 

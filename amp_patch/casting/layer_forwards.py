@@ -27,44 +27,57 @@ from .mode import casts_are_on, mode
 from .nested import map_tensors
 
 # Calls a layer's function; looked up at each call, for somebody may have patched it. The last
-# argument maps those of its functions that need not be called to others.
-_Call = Callable[[Any, Tensor, Any, Any, dict[Any, Any]], Tensor]
+# argument says that input and weights are of one dtype, for which a `_Pair` has another function.
+_Call = Callable[[Any, Tensor, Any, Any, bool], Tensor]
 
 
-def _linear(layer: nn.Linear, x: Tensor, weight: Any, bias: Any, to: dict[Any, Any]) -> Any:
+class _Pair:
+    """A function that casts where two dtypes meet, and what is called where there is but one.
+
+    No dict has the two: a proxy that somebody has put around a function is equal to it.
+    """
+
+    __slots__ = ("meeting", "own")
+
+    def __init__(self) -> None:
+        self.meeting: Any = None
+        self.own: Any = None
+
+
+_LINEAR, _LAYER_NORM, _GROUP_NORM = _Pair(), _Pair(), _Pair()
+
+
+def _linear(layer: nn.Linear, x: Tensor, weight: Any, bias: Any, is_one: bool) -> Any:
     function = F.linear
-    if to and (own := to.get(function)) is not None:
+    if is_one and function is _LINEAR.meeting:
+        function = _LINEAR.own
         if is_used_up(weight):
             weight, bias = part(weight), part(bias)
-        return own(x, weight, bias)
     return function(x, weight, bias)
 
 
-def _layer_norm(layer: nn.LayerNorm, x: Tensor, weight: Any, bias: Any, to: dict[Any, Any]) -> Any:
-    function, weight, bias = _of_one_dtype(F.layer_norm, weight, bias, to)
+def _layer_norm(layer: nn.LayerNorm, x: Tensor, weight: Any, bias: Any, is_one: bool) -> Any:
+    function, weight, bias = _of_one_dtype(F.layer_norm, _LAYER_NORM, weight, bias, is_one)
     return function(x, layer.normalized_shape, weight, bias, layer.eps)
 
 
-def _group_norm(layer: nn.GroupNorm, x: Tensor, weight: Any, bias: Any, to: dict[Any, Any]) -> Any:
-    function, weight, bias = _of_one_dtype(F.group_norm, weight, bias, to)
+def _group_norm(layer: nn.GroupNorm, x: Tensor, weight: Any, bias: Any, is_one: bool) -> Any:
+    function, weight, bias = _of_one_dtype(F.group_norm, _GROUP_NORM, weight, bias, is_one)
     return function(x, layer.num_groups, weight, bias, layer.eps)
 
 
-def _of_one_dtype(function: Any, weight: Any, bias: Any, to: dict[Any, Any]) -> tuple[Any, ...]:
+def _of_one_dtype(
+    function: Any, pair: _Pair, weight: Any, bias: Any, is_one: bool
+) -> tuple[Any, ...]:
     """Return what stands for a function, and what it takes; `_linear` has it inline, for speed."""
-    own = to.get(function) if to else None
-    if own is None:
+    if not (is_one and function is pair.meeting):
         return function, weight, bias
+    own = pair.own
     return (own, part(weight), part(bias)) if is_used_up(weight) else (own, weight, bias)
 
 
-def _convolution(layer: Any, x: Tensor, weight: Any, bias: Any, to: dict[Any, Any]) -> Any:
+def _convolution(layer: Any, x: Tensor, weight: Any, bias: Any, is_one: bool) -> Any:
     return layer._conv_forward(x, weight, bias)
-
-
-#: What functions stand for that cast where two dtypes meet: called where there is but one.
-_OF_ONE_DTYPE: dict[Any, Any] = {}
-_AS_THEY_ARE: dict[Any, Any] = {}
 
 
 _CALLS: dict[type[nn.Module], _Call] = {
@@ -112,11 +125,11 @@ def install(patches: Patches) -> None:
 def install_for_half(patches: Patches) -> None:
     """Do the same, and let other layers take float32, too, where weights are stored in half."""
     forget_half()
-    for function in (F.linear, F.group_norm, F.layer_norm):
+    for pair, function in _now():
         own = stood_for(function)
         if own is not None:
-            of_half = layer_norm_of_half(own) if function is F.layer_norm else own
-            _OF_ONE_DTYPE[function] = of_half
+            pair.own = layer_norm_of_half(own) if pair is _LAYER_NORM else own
+            pair.meeting = function
     install(patches)
     for kind in _OTHERS:
         if _has_torchs_forward(kind):
@@ -125,7 +138,13 @@ def install_for_half(patches: Patches) -> None:
 
 def forget_half() -> None:
     """Hold no functions that cast where two dtypes meet: they are no longer patched."""
-    _OF_ONE_DTYPE.clear()
+    for pair, _ in _now():
+        pair.meeting = pair.own = None
+
+
+def _now() -> tuple[tuple[_Pair, Any], ...]:
+    """Return each pair with the function that layers call now."""
+    return (_LINEAR, F.linear), (_LAYER_NORM, F.layer_norm), (_GROUP_NORM, F.group_norm)
 
 
 def _has_torchs_forward(kind: type[nn.Module]) -> bool:
@@ -142,7 +161,7 @@ def _reading(kind: type[nn.Module], call: _Call, original: Callable[..., Any]) -
             params = own["_parameters"]
             # A script may have made a buffer of one, which torch finds by its name.
             if "weight" in params and "bias" in params and not is_dynamo_compiling():
-                weight, functions = params["weight"], _AS_THEY_ARE
+                weight, is_one = params["weight"], False
                 try:
                     found = input.dtype
                 except AttributeError:  # no tensor: torch hands it on to its __torch_function__
@@ -150,9 +169,9 @@ def _reading(kind: type[nn.Module], call: _Call, original: Callable[..., Any]) -
                 if found is _FLOAT:
                     if weight is not None and weight.dtype is not _FLOAT:
                         input = _as_stored(input, weight)
-                elif _OF_ONE_DTYPE and weight is not None and weight.dtype is found:
-                    functions = _OF_ONE_DTYPE
-                return call(self, input, weight, params["bias"], functions)
+                elif weight is not None and weight.dtype is found:
+                    is_one = True
+                return call(self, input, weight, params["bias"], is_one)
         weight = _first(self)  # the bias, where a parametrization computes the weight
         return original(self, input if weight is None else _as_stored(input, weight))
 

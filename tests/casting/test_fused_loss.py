@@ -10,6 +10,7 @@ from typing import Any
 import cuda_on_cpu
 import pytest
 import torch
+import wrapt
 from casting_support import activate
 from cuda_on_cpu.fake_gpu import Gpu, made_anew
 from support import nightly_but
@@ -424,6 +425,8 @@ def test_only_for_torchs_own_function_is_there_a_kernel(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     assert fused_loss.has_kernel(functional.cross_entropy)
     assert not fused_loss.has_kernel(better)
+    proxy = wrapt.FunctionWrapper(functional.cross_entropy, lambda *_: torch.zeros(()))
+    assert not fused_loss.has_kernel(proxy)
     assert not fused_loss.has_kernel(functional.nll_loss)
     monkeypatch.setattr(torch.version, "cuda", None)
     assert not fused_loss.has_kernel(functional.cross_entropy)

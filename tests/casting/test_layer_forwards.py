@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import wrapt
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
@@ -167,6 +168,35 @@ def test_a_patch_of_the_function_below_is_reached(
     layer = amp.initialize(nn.Linear(3, 2), opt_level="O1", verbosity=0)
     monkeypatch.setattr(nn.functional, "linear", lambda *args: len(args))
     assert layer(torch.randn(1, 3)) == 3
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O4", "O5"])
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [
+        ("linear", nn.Linear(4, 4)),
+        ("layer_norm", nn.LayerNorm(4)),
+        ("group_norm", nn.GroupNorm(2, 4)),
+    ],
+)
+def test_a_proxy_that_is_equal_to_the_function_below_is_called(
+    amp: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    layer: nn.Module,
+    level: str,
+) -> None:
+    x = torch.randn(3, 4)
+    expected = 3 * layer(x)
+    model = amp.initialize(copy.deepcopy(layer), opt_level=level, verbosity=0)
+
+    def triple(function: Any, instance: None, args: Any, kwargs: Any) -> Tensor:
+        return 3 * function(*args, **kwargs)
+
+    proxy = wrapt.FunctionWrapper(getattr(F, name), triple)
+    assert proxy == getattr(F, name)
+    monkeypatch.setattr(F, name, proxy)
+    torch.testing.assert_close(model(x).float(), expected, atol=0.05, rtol=0.02)
 
 
 TAKING: list[tuple[nn.Module, tuple[int, ...], int]] = [
