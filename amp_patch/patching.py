@@ -236,6 +236,30 @@ def as_if_defined_at(function: Callable[..., Any], path: str) -> None:
     function.__qualname__ = qualname
 
 
+def is_no_method(owner: object, value: Any) -> bool:
+    """Tell whether a value stands in a class and is not bound to what it is called on, as a mock.
+
+    A function in its place would be: it is left alone.
+    """
+    return isinstance(owner, type) and not hasattr(type(value), "__get__")
+
+
+def as_function(value: Any, name: str) -> Any:
+    """Return what a wrapper is made around: a callable, or a function that calls it.
+
+    An object that is not named as functions are, such as a mock, tells what it is by none of their
+    attributes.
+    """
+    if isinstance(getattr(value, "__name__", None), str):
+        return value
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return value(*args, **kwargs)
+
+    call.__name__ = call.__qualname__ = name
+    return call
+
+
 def stood_for(function: Any) -> Any:
     """Return what a wrapper of this package says that it stands for; None of any other function.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import pickle
 import sys
@@ -13,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import spawn
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import hypothesis.strategies as st
 import pytest
@@ -23,8 +25,10 @@ from amp_patch import imported_modules
 from amp_patch.imported_modules import one_look, users_of_torch
 from amp_patch.patching import (
     Patches,
+    as_function,
     as_if_defined_at,
     bind,
+    is_no_method,
     remove,
     resolve,
     resolve_in,
@@ -174,6 +178,23 @@ def test_a_static_method_stays_one() -> None:
     assert instance.static() == child.static() == "replaced"
     patches.undo()
     assert instance.static() == child.static() == "static"
+
+
+def test_what_is_bound_to_no_object_is_no_method() -> None:
+    methods = (Owners.__init__, staticmethod(len), property(len), torch.Tensor.matmul)
+    others = (len, mock.MagicMock(), mock.create_autospec(torch.Tensor.matmul))
+    assert not any(is_no_method(torch.Tensor, value) for value in methods)
+    assert all(is_no_method(torch.Tensor, value) for value in others)
+    assert not any(is_no_method(torch, value) for value in (*methods, *others))
+
+
+def test_what_is_not_named_as_functions_are_is_called_by_one() -> None:
+    assert as_function(torch.matmul, "other") is torch.matmul
+    for value in (mock.MagicMock(), mock.create_autospec(torch.matmul), functools.partial(max, 1)):
+        function = as_function(value, "matmul")
+        assert type(function) is types.FunctionType
+        assert function.__name__ == function.__qualname__ == "matmul"
+    assert function(2) == 2  # the partial's
 
 
 def test_a_patch_that_is_refused_is_not_recorded() -> None:

@@ -31,7 +31,7 @@ _HANDED_ON = {
 
 def _is_asked_for(caller: Any) -> bool:
     """Tell whether a block that this frame enters was written there to be obeyed."""
-    return (caller.f_globals["__name__"], caller.f_code.co_name) not in _HANDED_ON
+    return (caller.f_globals.get("__name__"), caller.f_code.co_name) not in _HANDED_ON
 
 
 def _enter(original: Callable[[Any], Any]) -> Callable[[Any], Any]:

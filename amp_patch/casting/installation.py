@@ -12,7 +12,15 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
 from amp_patch.imported_modules import Replacements
-from amp_patch.patching import Patches, as_if_defined_at, resolve, resolve_in, stood_for
+from amp_patch.patching import (
+    Patches,
+    as_function,
+    as_if_defined_at,
+    is_no_method,
+    resolve,
+    resolve_in,
+    stood_for,
+)
 
 from . import targets
 from .kept_wrappers import KeptWrappers
@@ -85,6 +93,8 @@ def replace_by(
 ) -> tuple[Any, Any]:
     """Patch a function of torch by what ``make`` makes of it, and return both.
 
+    What is no method any more, where one was, is returned twice.
+
     Args:
         patches: records it.
         make: is kept with what it has made.
@@ -92,9 +102,11 @@ def replace_by(
         kept: as `install` takes them.
     """
     owner, name, original = resolve(path)
+    if is_no_method(owner, original):
+        return original, original
 
     def replacement_of_it() -> Any:
-        made: Any = make(original)
+        made: Any = make(as_function(original, name))
         if isinstance(owner, type):
             made.traced = make(calling(name))  # see `_Installation._wrapped`
         as_if_defined_at(made, path)
@@ -123,7 +135,7 @@ class _Installation:
     def replace(
         self, target: tuple[Any, str, Any], rule: str, path: str | None = None, alone: bool = False
     ) -> None:
-        """Patch one attribute, unless it holds one of these wrappers already.
+        """Patch one attribute, unless it holds one of these wrappers already, or no method.
 
         Args:
             target: owner, name and original.
@@ -132,7 +144,7 @@ class _Installation:
             alone: let no rule but this act in the function.
         """
         owner, name, original = target
-        if id(original) in self._made:
+        if id(original) in self._made or is_no_method(owner, original):
             return
         # A function in C calls no patched one: it is alone in any case.
         alone = alone and isinstance(original, types.FunctionType)
@@ -175,6 +187,7 @@ class _Installation:
             wrapper: Any = type(original)(inside)
             self._made.add(id(wrapper))
             return wrapper
+        original = as_function(original, name)
         method = name if isinstance(owner, type) else None
         make = functools.partial(self._wrapped, original, rule, alone, method)
         wrapper = _kept_or_made(self._kept, original, (rule, alone, method), make)
@@ -207,9 +220,9 @@ def _kept_or_made(
 
 def _lives_on(function: Any) -> bool:
     """Tell whether it is torch's own, and no replacement that somebody has put there."""
-    if isinstance(function, types.FunctionType):
+    if type(function) is types.FunctionType:  # a proxy of one says that it is an instance
         return str(function.__globals__.get("__name__")).partition(".")[0] == "torch"
-    return isinstance(function, (types.BuiltinFunctionType, types.MethodDescriptorType))
+    return type(function) in (types.BuiltinFunctionType, types.MethodDescriptorType)
 
 
 def _of_class(descriptor: types.ClassMethodDescriptorType) -> Function:

@@ -16,7 +16,7 @@ import torch.backends.mha
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from amp_patch.patching import Patches, as_if_defined_at, resolve
+from amp_patch.patching import Patches, as_function, as_if_defined_at, is_no_method, resolve
 
 from . import autocast_blocks, torchscript
 from .mode import casts_are_on, mode
@@ -43,7 +43,9 @@ def replace(patches: Patches, replacements: Mapping[str, Callable[[Any], Any]]) 
     bindings: dict[int, tuple[Any, Any]] = {}
     for path, make in replacements.items():
         owner, name, original = resolve(path)
-        replacement = make(original)
+        if is_no_method(owner, original):
+            continue
+        replacement = make(as_function(original, name))
         as_if_defined_at(replacement, path)
         patches.replace(owner, name, replacement)
         bindings[id(original)] = (original, replacement)

@@ -203,15 +203,16 @@ def _beneath(function: Function) -> Function:
 
 def _is_unreplaced(function: Function) -> bool:
     """Tell torch's own function from one that stood in its place before amp_patch was imported."""
-    in_python = getattr(function, "__globals__", None) is vars(torch.functional)
-    return in_python or _is_in_torchs_c(function)
+    if type(function) is types.FunctionType:  # a proxy of one says that it is an instance
+        return function.__globals__ is vars(torch.functional)
+    return _is_in_torchs_c(function)
 
 
 def _is_in_torchs_c(function: Function) -> bool:
-    if isinstance(function, types.MethodDescriptorType):
+    if type(function) is types.MethodDescriptorType:
         return issubclass(Tensor, function.__objclass__)
     of_torch = str(function.__module__).partition(".")[0] == "torch"
-    return of_torch and isinstance(function, types.BuiltinFunctionType)
+    return of_torch and type(function) is types.BuiltinFunctionType
 
 
 #: Products of two matrices of which one may be sparse.

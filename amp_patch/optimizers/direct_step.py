@@ -116,7 +116,7 @@ def _was_written_in_torch_optim(function: Any) -> bool:
     while function is not None:
         if type(function) is not FunctionType:  # an object may say that it is one
             return False
-        if not function.__globals__["__name__"].startswith("torch.optim."):
+        if not str(function.__globals__.get("__name__")).startswith("torch.optim."):
             return False
         function = getattr(function, "__wrapped__", None)
     return True

@@ -65,7 +65,10 @@ _NO_INPUTS = {"inputs": None}
 
 
 def _is_of_torch_autograd(function: Any) -> bool:
-    return type(function) is FunctionType and function.__globals__["__name__"] == "torch.autograd"
+    if type(function) is not FunctionType:
+        return False
+    # A function that somebody has made of text may be nowhere, as those of unittest.mock are.
+    return function.__globals__.get("__name__") == "torch.autograd"
 
 
 def _is_scalar(value: Any) -> bool:

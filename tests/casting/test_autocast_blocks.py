@@ -73,6 +73,14 @@ def test_functions_run_in_float32_inside(amp, opt_level, name):
     assert product() is HALF[opt_level]
 
 
+def test_code_that_is_in_no_module_has_blocks_too(amp):
+    activate(amp)
+    own = {"torch": torch, "product": product}
+    exec("with torch.autocast('cpu', enabled=False):\n    found = product()", own)
+    assert own["found"] is torch.float32
+    assert product() is torch.float16
+
+
 @pytest.mark.usefixtures("o1")
 def test_only_a_block_for_a_device_whose_tensors_are_cast_counts(monkeypatch):
     with off("cuda"), torch.cuda.amp.autocast(enabled=False):

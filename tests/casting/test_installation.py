@@ -4,10 +4,12 @@ import functools
 import pickle
 import sys
 import types
+from unittest import mock
 
 import autocast_oracle as oracle
 import pytest
 import torch
+import wrapt
 from casting_support import HALVES, activate, as_dtypes, existing
 from support import nightly_but
 from torch import nn
@@ -37,6 +39,59 @@ def test_a_name_bound_while_patched_is_restored(amp, user_module):
     amp.deactivate()
     assert user_module.late is torch.bmm
     assert not hasattr(torch.bmm, "__wrapped__")
+
+
+STANDING_BEFORE = [
+    (F, "linear"),
+    (F, "softmax"),
+    (torch, "matmul"),
+    (torch.Tensor, "matmul"),
+    (torch.Tensor, "softmax"),
+    (torch.optim.SGD, "step"),
+    (torch.optim.Optimizer, "zero_grad"),
+    (torch.amp.GradScaler, "step"),
+]
+
+
+@pytest.mark.parametrize("autospec", [True, False])
+@pytest.mark.parametrize(("owner", "name"), STANDING_BEFORE)
+def test_a_mock_from_before_stays_and_is_called(amp, owner, name, autospec):
+    original = getattr(owner, name)
+    with mock.patch.object(owner, name, autospec=autospec or None, return_value="mocked") as found:
+        for level in ("O1", "O2"):
+            model = nn.Linear(2, 2)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # torch wraps its step
+            standing = vars(owner)[name]
+            amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+            if not isinstance(owner, type):
+                assert getattr(owner, name)(1, 2) == "mocked"
+                found.assert_called_with(1, 2)
+            amp.deactivate()
+            assert vars(owner)[name] is standing
+    assert getattr(owner, name) is original
+
+
+def test_a_proxy_from_before_gets_what_the_call_gives(amp, monkeypatch):
+    given = []
+
+    def note(function, instance, args, kwargs):
+        given.append(sorted(kwargs))
+        return function(*args, **kwargs)
+
+    monkeypatch.setattr(F, "linear", wrapt.FunctionWrapper(F.linear, note))
+    model = amp.initialize(nn.Linear(2, 2), opt_level="O1", verbosity=0)
+    result = F.linear(torch.ones(1, 2), weight=model.weight, bias=model.bias)
+    assert result.dtype is torch.float16
+    assert given == [["bias", "weight"]]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_mock_of_a_method_is_given_what_plain_torch_gives_it(amp, monkeypatch, level):
+    found = mock.MagicMock(return_value="mocked")
+    monkeypatch.setattr(torch.Tensor, "softmax", found)
+    amp.initialize(nn.Linear(2, 2), opt_level=level, verbosity=0)
+    assert torch.ones(2).softmax(-1) == "mocked"
+    found.assert_called_once_with(-1)
 
 
 @pytest.mark.usefixtures("o1")

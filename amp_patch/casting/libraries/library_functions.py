@@ -27,7 +27,15 @@ from amp_patch.casting.held_functions import HeldFunctions
 from amp_patch.casting.installation import calling, replace_by
 from amp_patch.casting.kept_wrappers import KeptWrappers
 from amp_patch.imported_modules import bindings, is_left_alone
-from amp_patch.patching import Patches, as_if_defined_at, resolve, resolve_in, when_imported
+from amp_patch.patching import (
+    Patches,
+    as_function,
+    as_if_defined_at,
+    is_no_method,
+    resolve,
+    resolve_in,
+    when_imported,
+)
 from amp_patch.weak_modules import WeakModules
 
 from . import library_rules
@@ -187,7 +195,9 @@ class LibraryFunctions:
         for path, rule in _expanded(module, self._due(module.__name__, for_half)).items():
             with contextlib.suppress(AttributeError):  # another version of the library
                 owner, name, original = resolve_in(module, path)
-                make = functools.partial(wrap, original, rule)
+                if is_no_method(owner, original):
+                    continue
+                make = functools.partial(wrap, as_function(original, name), rule)
                 wrapper: Any = _kept.get(original, rule, make) if is_torchs else make()
                 if owner is Tensor:
                     wrapper.traced = wrap(calling(name), rule)
