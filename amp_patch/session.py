@@ -320,6 +320,7 @@ class Session:
         """
         self.settle()
         rules_of_modules.leave_all()
+        mode.switch_autocast_on()
         mode.leave_models_but(())
         try:
             self.observers.leaving()

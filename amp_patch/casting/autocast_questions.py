@@ -78,7 +78,7 @@ def _whether(device: str, original: Function) -> Function:
     def is_widening(*args: Any, **kwargs: Any) -> bool:
         return _runs_in_half(*args, **kwargs) or is_enabled(*args, **kwargs)
 
-    return _for_all_but_torch(original, is_enabled, is_enabled, is_widening)
+    return for_all_but_torch(original, is_enabled, is_enabled, is_widening)
 
 
 def _whether_in_half(original: Function) -> Function:
@@ -90,7 +90,7 @@ def _whether_in_half(original: Function) -> Function:
     def is_widening(*args: Any, **kwargs: Any) -> bool:
         return _runs_in_half(*args, **kwargs) or original(*args, **kwargs)
 
-    return _for_all_but_torch(original, original, original, is_widening)
+    return for_all_but_torch(original, original, original, is_widening)
 
 
 def _runs_in_half(device: str) -> bool:
@@ -108,7 +108,7 @@ def _which(device: str | None, original: Function) -> Function:
         is_cast = _asked(original, device, args, kwargs) is not None
         return NOTED if is_cast else original(*args, **kwargs)
 
-    return _for_all_but_torch(original, get_dtype, get_noted, get_noted)
+    return for_all_but_torch(original, get_dtype, get_noted, get_noted)
 
 
 def _asked(original: Function, default: str | None, args: Any, kwargs: Any) -> torch.dtype | None:
@@ -118,13 +118,13 @@ def _asked(original: Function, default: str | None, args: Any, kwargs: Any) -> t
     return dtype_of_casts([*args, *kwargs.values(), default][0])
 
 
-def _for_all_but_torch(
+def for_all_but_torch(
     original: Function, answer: Function, custom: Function, widening: Function
 ) -> Function:
     """Answer torch's own code as it did: it would hand on that autocast is on, and cast by it.
 
     Args:
-        original: the question.
+        original: the question, or what sets the answer.
         answer: to all others.
         custom: to `custom_fwd`, where that casts to half.
         widening: to `custom_fwd`, where that casts to float32.

@@ -36,6 +36,22 @@ class Saved(NamedTuple):
     region: Any
 
 
+class AutocastOff(NamedTuple):
+    """What ``torch.set_autocast_enabled(False)`` has switched off in one thread.
+
+    Attributes:
+        saved: the mode before.
+        models: in how many models' forwards.
+        blocks: in how many blocks.
+        torchs: whether torch's own autocast was on.
+    """
+
+    saved: Saved
+    models: int
+    blocks: int
+    torchs: bool
+
+
 class ProcessMode:
     """What holds where neither a model nor a region says otherwise.
 
@@ -85,6 +101,7 @@ class CastMode(threading.local):
             many entries ``around`` has had with it.
         around: the modes around the blocks (regions, ``disable_casts``) that are open.
         autocasts: blocks of ``torch.autocast`` that switched casts off, with the modes around them.
+        autocast_off: what ``torch.set_autocast_enabled`` has switched off, or None.
     """
 
     def __init__(self) -> None:
@@ -99,6 +116,7 @@ class CastMode(threading.local):
         self.modules: list[tuple[int, int]] = []
         self.around: list[Saved] = []
         self.autocasts: list[tuple[int, Saved]] = []
+        self.autocast_off: AutocastOff | None = None
 
     def save(self) -> Saved:
         """Return what `restore` needs."""
@@ -123,6 +141,25 @@ class CastMode(threading.local):
         """A block ended or its body raised; without effect if it switched nothing off."""
         if self.autocasts and self.autocasts[-1][0] == key:
             self.restore(self.autocasts.pop()[1])
+
+    def switch_autocast_off(self, torchs: bool) -> None:
+        """Casts are off until `switch_autocast_on`, by no block; see `AutocastOff`."""
+        models, blocks = len(self.models), len(self.around) + len(self.autocasts)
+        self.autocast_off = AutocastOff(self.switch_off(), models, blocks, torchs)
+
+    def switch_autocast_on(self) -> AutocastOff | None:
+        """Switch on what `switch_autocast_off` switched off in the blocks that are open now.
+
+        A block that began or ended since then has a mode of its own.
+
+        Returns:
+            What was; None where nothing was.
+        """
+        switched, self.autocast_off = self.autocast_off, None
+        if switched is None or switched.blocks != len(self.around) + len(self.autocasts):
+            return None
+        self.restore(Saved(self.level, switched.saved.off, switched.saved.region))
+        return switched
 
     def enter_model(
         self,
@@ -163,7 +200,8 @@ class CastMode(threading.local):
         """The forwards of all models but these are over, and all steps: an interrupt may end one.
 
         torch calls no hook then, and what a ``finally`` was to switch on again may be off. Blocks
-        that are open stay.
+        that are open stay, and what was switched off by ``torch.set_autocast_enabled`` outside of
+        those forwards.
 
         Args:
             running: ids of the models.
@@ -171,7 +209,10 @@ class CastMode(threading.local):
         """
         while self.models and self.models[-1][0] not in running:
             self.leave_model(self.models[-1][0])
-        if not (self.models or self.around or self.autocasts or is_stepping):
+        if self.autocast_off is not None and self.autocast_off.models > len(self.models):
+            self.switch_autocast_on()
+        has_blocks = self.around or self.autocasts or self.autocast_off is not None
+        if not (self.models or has_blocks or is_stepping):
             self.restore(Saved(None, False, None))
 
 

@@ -19,6 +19,7 @@ from amp_patch.weak_modules import WeakModules
 
 from . import (
     autocast_questions,
+    autocast_setters,
     half_numbers,
     installation,
     layer_forwards,
@@ -186,7 +187,7 @@ class PatchedFunctions:
             torch_compile.install(self._patches)
             layer_forwards.install(self._patches)
             registered = self._registered.values()
-            questions = autocast_questions.replacements()
+            questions = {**autocast_questions.replacements(), **autocast_setters.replacements()}
             others = {
                 **questions,
                 **written_values.replacements(),

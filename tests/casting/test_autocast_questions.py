@@ -87,8 +87,8 @@ def autocast(device, dtype):
 
 
 def set_autocast(device, enabled, dtype):
-    torch.set_autocast_enabled(device, enabled)
-    torch.set_autocast_dtype(device, dtype)
+    OWN.set_autocast_enabled(device, enabled)
+    OWN.set_autocast_dtype(device, dtype)
 
 
 def off(device="cpu"):
