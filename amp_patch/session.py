@@ -218,6 +218,7 @@ class Session:
         if level.master_weights:
             arguments.refuse_shared_state(stepping)
             arguments.refuse_meta(stepping)
+        arguments.refuse_fake(stepping, level)
         arguments.refuse_compiled(models, level.stores_half)
         if level.stores_half:
             arguments.refuse_unstorable(models)

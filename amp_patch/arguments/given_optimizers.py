@@ -7,9 +7,10 @@ from itertools import combinations
 from typing import Any
 
 import torch
+from torch._subclasses import FakeTensor
 from torch.optim import LBFGS, Optimizer
 
-from amp_patch.levels import HALVES
+from amp_patch.levels import HALVES, OptLevel
 
 from .kinds import as_list, described
 
@@ -59,6 +60,27 @@ def refuse_meta(optimizers: Iterable[Optimizer]) -> None:
             "model.to_empty(device=...) and load its weights, then make the optimizer of "
             "model.parameters(), then call amp.initialize()."
         )
+
+
+def refuse_fake(optimizers: Iterable[Optimizer], level: OptLevel) -> None:
+    """Raise for parameters of a ``FakeTensorMode`` at a level that looks at numbers in a step.
+
+    Masters are compared with their half weights, and a scale is checked by its gradients.
+
+    Raises:
+        RuntimeError: as said.
+    """
+    if not level.master_weights and level.loss_scale == 1.0:
+        return
+    for optimizer in optimizers:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        if any(isinstance(param, FakeTensor) for param in params):
+            raise RuntimeError(
+                "masters and loss scales need parameters that have numbers; got a "
+                f"{type(optimizer).__name__} with parameters of a FakeTensorMode at {level.name}. "
+                "Call amp.initialize(model, optimizer, opt_level='O4') there, or build the model "
+                "outside of the mode and measure a step of it."
+            )
 
 
 def optimizers_for(call: str, optimizers: Any) -> list[Optimizer]:

@@ -12,6 +12,7 @@ from types import FunctionType
 from typing import Any
 
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 from amp_patch.kernels.graph_capture import captures
@@ -43,7 +44,7 @@ class DirectStep:
         if not (is_known and (own is None or is_kept)):
             return False
         _, _, function = _called_by(type(optimizer).step)
-        return _was_written_in_torch_optim(function)
+        return _was_written_in_torch_optim(function) and not _is_fake(optimizer)
 
     def is_right(self, optimizer: Optimizer) -> bool:
         """Return whether the next step may be made so: all is as it was when it was set up."""
@@ -94,6 +95,12 @@ _KNOWN = frozenset({AdamW, Adam, SGD, RMSprop, Adagrad})
 
 #: The classes for which torch has such functions.
 _PLAIN = frozenset({Tensor, nn.Parameter})
+
+
+def _is_fake(optimizer: Optimizer) -> bool:
+    """Return whether a parameter is of a ``FakeTensorMode``, whose step counters tell no number."""
+    groups = optimizer.param_groups
+    return any(isinstance(param, FakeTensor) for group in groups for param in group["params"])
 
 
 def _called_by(step: Any) -> tuple[dict[str, Any], str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +10,7 @@ import torch
 from arguments_support import MEND, frozen, optimizer
 from support import exactly
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.optim import LBFGS, SGD, Adam
 from torch.optim.lr_scheduler import StepLR
 
@@ -93,6 +94,24 @@ def test_parameters_without_numbers_are_refused() -> None:
     arguments.refuse_meta([frozen])  # as of weights that accelerate keeps elsewhere
     model.requires_grad_(True).to_empty(device="cpu")
     arguments.refuse_meta([SGD(model.parameters(), lr=0.1)])
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_fake_tensors_are_refused_where_numbers_are_asked_for(amp: ModuleType, level: str) -> None:
+    before = torch.nn.functional.linear, torch.Tensor.backward
+    with FakeTensorMode():
+        model = nn.Linear(2, 2)
+        stepped = SGD(model.parameters(), lr=0.1)
+        message = (
+            "masters and loss scales need parameters that have numbers; got a SGD with parameters "
+            f"of a FakeTensorMode at {level}. Call amp.initialize(model, optimizer, "
+            "opt_level='O4') there, or build the model outside of the mode and measure a step of "
+            "it."
+        )
+        with pytest.raises(RuntimeError, match=exactly(message)):
+            amp.initialize(model, stepped, opt_level=level, verbosity=0)
+    assert model.weight.dtype is torch.float32
+    assert (torch.nn.functional.linear, torch.Tensor.backward) == before
 
 
 def test_lbfgs_is_refused() -> None:

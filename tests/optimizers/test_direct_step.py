@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from stepping import ADAGRAD_MAKES_STATES
 from support import drawn_for, profiled, scaled_backward, trains
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.distributed.tensor import distribute_tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 from torch.optim.lr_scheduler import ExponentialLR
@@ -290,6 +291,24 @@ def test_on_a_gpu_a_small_model_is_stepped_by_one_call_of_each_function(
         param.grad = torch.randn_like(param)
     DirectStep(optimizer).run(optimizer)
     assert calls == [1]
+
+
+@pytest.mark.parametrize("level", ["O0", "O3", "O4"])
+@pytest.mark.parametrize("kind", [Adam, RMSprop])
+def test_tensors_without_numbers_are_stepped_by_torch(
+    amp: ModuleType, kind: type[Any], level: str
+) -> None:
+    with FakeTensorMode():
+        model = nn.Linear(4, 2)
+        optimizer = kind(model.parameters(), lr=0.1, eps=1e-4)
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        for _ in range(2):
+            optimizer.zero_grad()
+            with amp.scale_loss(model(torch.ones(3, 4)).float().sum(), optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+    amp.deactivate()  # outside of the mode
+    assert model.weight.dtype is torch.float32
 
 
 def test_a_subclass_steps_itself(amp: ModuleType) -> None:
