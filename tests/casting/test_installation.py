@@ -71,6 +71,24 @@ def test_a_mock_from_before_stays_and_is_called(amp, owner, name, autospec):
     assert getattr(owner, name) is original
 
 
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_a_class_with_a_list_from_before_is_told_torchs_own_function_by_a_rule(amp, level):
+    known = {F.linear: lambda x, weight, bias: "its own"}
+
+    class Listed(torch.Tensor):  # as torchao's quantized weights
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            listed = known.get(func)
+            if listed is None:
+                return super().__torch_function__(func, types, args, kwargs)
+            return listed(*args, **kwargs or {})
+
+    rules = {"torch._C._nn.linear": "off"}
+    layer = amp.initialize(nn.Linear(2, 2), opt_level=level, verbosity=0, rules=rules)
+    assert F.linear(torch.ones(1, 2), torch.ones(2, 2).as_subclass(Listed), None) == "its own"
+    assert layer(torch.ones(1, 2)).dtype is HALVES[level]
+
+
 def test_a_proxy_from_before_gets_what_the_call_gives(amp, monkeypatch):
     given = []
 
