@@ -15,6 +15,7 @@ from torch import Tensor
 
 from amp_patch import kernels
 from amp_patch.distributed.shards import local
+from amp_patch.weights.parameter_lists import store_grad, stored_grad
 
 from .param_pairs import ParamPairs
 
@@ -33,6 +34,7 @@ class ScaledGradients:
         self.scale: float | Tensor | None = None
         self.is_assumed = False
         self._before: list[tuple[Tensor, Tensor | None, int]] = []
+        self._copied: list[tuple[Tensor, Tensor]] = []
 
     def begin(self, scale: float | Tensor, is_assumed: bool = False) -> None:
         """The gradients that are there now are multiplied by ``scale``."""
@@ -84,6 +86,33 @@ class ScaledGradients:
         finally:
             for one in waiting:
                 one.put_back(was_forgotten=self.scale is None)
+
+    def copy_to_masters(self, pairs: ParamPairs) -> None:
+        """Let masters that have none have copies, scaled, for a script to read and write.
+
+        Once, until `follow`, which is to be called before the half ones are used.
+        """
+        for param, master in () if self._copied else pairs.halves():
+            grad = stored_grad(param)
+            if grad is not None and stored_grad(master) is None:
+                store_grad(master, grad.detach().to(master.dtype, copy=True))
+                self._copied.append((param, master))
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """Have the half ones hold, rounded, what a script has made of the copies, which go.
+
+        Not asked is whether it has written: a collective moves no version. What it has cleared, at
+        the one or the other, is cleared.
+        """
+        copied, self._copied = self._copied, []
+        for param, master in copied:
+            grad, half = stored_grad(master), stored_grad(param)
+            if grad is None:
+                store_grad(param, None)
+            elif half is not None:  # in place, for it may lie in a bucket of DDP
+                half.copy_(grad)
+            store_grad(master, None)
 
     def were_written(self) -> bool:
         """Return whether a backward has written to them since `bring_to`."""

@@ -164,7 +164,10 @@ class ServedScalers:
         one, self._open = self._open, None
         if one is not None:
             one.leave_scaled()
-            self._cycle.note_unreached(self._optimizers.steps.values(), self._last_scale)
+            steps = list(self._optimizers.steps.values())
+            self._cycle.note_unreached(steps, self._last_scale)
+            for step in steps:
+                step.backward.shown.offer_scaled()
 
     def _abandon(self) -> None:
         one, self._open = self._open, None

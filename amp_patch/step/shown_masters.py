@@ -85,6 +85,8 @@ class ShownMasters:
         self._waited = False
         # ids of the masters' own, from `watch_block` on; None: no block is watched
         self._known: set[int] | None = None
+        # whether they show scaled gradients, as those of a GradScaler's loss are until `unscale_`
+        self._shows_scaled = False
 
     def show(self) -> None:
         """The user gets the masters, to read, write and differentiate by until the next step.
@@ -165,10 +167,16 @@ class ShownMasters:
 
         After a step they are what it has used, until these are cleared.
         """
-        stepped = self._gradients.stepped
-        if stepped.copied:
+        if self._shows_scaled:
             self._offer.withdraw()
-            return
+            self._gradients.scaled.copy_to_masters(self._pairs())
+        elif self._gradients.stepped.copied:
+            self._offer.withdraw()
+        else:
+            self._give_unscaled()
+
+    def _give_unscaled(self) -> None:
+        stepped = self._gradients.stepped
         if self._fused is None and self._gradients.may_be_cleared:
             self._gradients.take_given(self._pairs())
         self.receive_unscaled()
@@ -189,6 +197,7 @@ class ShownMasters:
     def show_scaled(self) -> contextlib.AbstractContextManager[None]:
         """Return a block in which masters have what waits scaled, see `ScaledGradients.shown`."""
         scaled = self._gradients.scaled
+        self._take_scaled_back()
         if scaled.scale is None or self._current.is_open:
             return contextlib.nullcontext()
         return scaled.shown(self._pairs())
@@ -238,8 +247,23 @@ class ShownMasters:
             # of each group asks, for then all get theirs.
             self._offer.make(*self._held.firsts)
 
+    def offer_scaled(self) -> None:
+        """A script may read and write what the backward of a GradScaler's loss has left, scaled.
+
+        As under torch.amp, until these are unscaled or a further backward adds to them.
+        """
+        if self._masters is not None and self._gradients.scaled.scale is not None:
+            self._shows_scaled = True
+            self._offer.make(*self._held.firsts)  # see `offer_stepped`
+
+    def _take_scaled_back(self) -> None:
+        if self._shows_scaled:
+            self._shows_scaled = False
+            self._gradients.scaled.follow()
+
     def withdraw(self) -> None:
         """No master asks any more."""
+        self._take_scaled_back()
         self._offer.withdraw()
         self._known = None
 
@@ -249,5 +273,6 @@ class ShownMasters:
         Args:
             steps: see `SteppedGradients.follow`.
         """
+        self._take_scaled_back()
         self._offer.withdraw()
         self._gradients.stepped.follow(steps=steps)

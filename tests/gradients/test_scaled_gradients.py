@@ -130,3 +130,34 @@ def test_what_has_one_scale_is_brought_to_another_together() -> None:
             grads = [torch.full((2,), float(old)), torch.full((3,), 0.5 * float(old))]
             bring_to(new, old, grads)
             assert [grad.tolist() for grad in grads] == [[8.0] * 2, [4.0] * 3]
+
+
+@pytest.mark.parametrize("cleared", ["neither", "master", "half"])
+def test_copies_are_followed_into_the_gradients_of_half_parameters(
+    pairs: ParamPairs, scaled: ScaledGradients, cleared: str
+) -> None:
+    half, master, before = pairs.model[0], pairs.master[0], pairs.model[0].grad
+    scaled.copy_to_masters(pairs)
+    assert master.grad.tolist() == [12.0, 12.0]
+    assert master.grad.dtype is torch.float32
+    master.grad.data.fill_(1.0 + 2.0**-12)  # which float16 does not have
+    if cleared != "neither":
+        (master if cleared == "master" else half).grad = None
+    scaled.follow()
+    assert master.grad is None
+    if cleared == "neither":
+        assert half.grad is before
+        assert half.grad.tolist() == [1.0, 1.0]
+    else:
+        assert half.grad is None
+    assert pairs.model[1].grad.tolist() == [12.0, 12.0]
+
+
+def test_what_a_master_has_of_its_own_is_no_copy(
+    pairs: ParamPairs, scaled: ScaledGradients
+) -> None:
+    own = pairs.master[0].grad = torch.ones(2)
+    scaled.copy_to_masters(pairs)
+    scaled.follow()
+    assert pairs.master[0].grad is own
+    assert pairs.model[0].grad.tolist() == [12.0, 12.0]

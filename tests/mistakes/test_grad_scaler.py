@@ -145,6 +145,58 @@ def test_losses_are_accumulated(amp: ModuleType, level: str, behind_a_block: boo
     assert_equal(train(True), train(False))
 
 
+def of_groups(model: nn.Module, optimizer: Any) -> list[Any]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def of_masters(model: nn.Module, optimizer: Any) -> list[Any]:
+    return list(core.master_params(optimizer))
+
+
+@pytest.mark.parametrize(
+    ("level", "options"), [("O1", {}), ("O2", {}), ("O5", {}), ("O2", {"fused_step": True})]
+)
+@pytest.mark.parametrize("place", [of_groups, of_masters])
+def test_scaled_gradients_are_read_and_written_where_they_are_stepped(
+    amp: ModuleType, level: str, options: dict[str, Any], place: Any
+) -> None:
+    """As a script does that averages them over ranks, here with a rank whose gradients are 0."""
+
+    def train(model: nn.Module, optimizer: Any, scaler: Any, place: Any) -> list[torch.Tensor]:
+        begun = weights(model)
+        for pair in itertools.pairwise(batches()):
+            optimizer.zero_grad()
+            for inputs in pair:
+                scaler.scale(loss_of(model, inputs)).backward()
+                for param in place(model, optimizer):
+                    torch._foreach_mul_([param.grad.data], 0.5)  # moves no version
+            place(model, optimizer)[1].grad = None
+            assert place(model, optimizer)[1].grad is None
+            scaler.step(optimizer)
+            scaler.update()
+        return [now - before for now, before in zip(weights(model), begun, strict=True)]
+
+    expected = train(*make(), torch.amp.GradScaler("cpu", enabled=False), of_groups)
+    model, optimizer = prepared(amp, level, **options)
+    found = train(model, optimizer, torch.amp.GradScaler("cpu", init_scale=2.0**10), place)
+    assert not found[1].any()
+    size = max(one.abs().max().item() for one in expected)
+    torch.testing.assert_close(found, expected, rtol=0.0, atol=0.03 * size)
+
+
+def test_they_are_those_of_the_model_and_multiplied_by_the_scale(amp: ModuleType) -> None:
+    model, optimizer = prepared(amp, "O2")
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    scaler.scale(loss_of(model, next(batches()))).backward()
+    half = [param.grad.clone() for param in model.parameters()]
+    shown = [param.grad for param in of_groups(model, optimizer)]
+    assert_equal(shown, [grad.float() for grad in half])
+    model.zero_grad()
+    assert all(param.grad is None for param in of_groups(model, optimizer))
+    scaler.scale(loss_of(model, next(batches()))).backward()
+    assert_equal([param.grad for param in model.parameters()], half)
+
+
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_an_overflow_skips_the_step_and_lowers_the_scale(amp: ModuleType, level: str) -> None:
     model, optimizer = prepared(amp, level)
