@@ -34,6 +34,7 @@ PAGES = {
     "debug/logs.py": "logging.md",
     "debug/sinks.py": "logging.md",
     "distributed/": "several-gpus.md#what-is-refused",
+    "distributed/pending_sums.py": "several-gpus.md#distributeddataparallel",
     "kernels/": "api.md#kernels",
     "mistakes/": "mistakes.md",
     "mistakes/averages.py": "mistakes.md#an-average-of-half-weights",

@@ -7,13 +7,11 @@ collective reaches them, and the ranks would train apart. Knows what was prepare
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-import torch
 from torch import Tensor
 
-from amp_patch.distributed.shards import place
+from amp_patch.distributed.pending_sums import are_gradients
 from amp_patch.running_backward import is_in_backward
 from amp_patch.step.optimizer_backward import OptimizerBackward
 from amp_patch.warn_once import warn_once
@@ -53,28 +51,13 @@ class SplitAverages:
         for one in opened:
             params = one.pairs().model
             grads = [grad for param in params if (grad := param.grad) is not None]
-            if not _have(sent, grads):
+            if not are_gradients(sent, grads):
                 self._looks_left -= 1
                 continue
             self._known.add(one)
             is_sum = one.gradients.scaled.scale is not None  # of blocks with ``delay_unscale``
             if one.zeroing.has_earlier and not is_sum and not self._averaged_among(params):
                 _warn()
-
-
-def _have(sent: Sequence[Tensor], grads: Iterable[Tensor]) -> bool:
-    """Return whether one of these is a gradient, or as long as all of its dtype together."""
-    lengths: Counter[torch.dtype] = Counter()
-    places = set()
-    for grad in grads:
-        if grad.layout is torch.strided and grad.numel():
-            lengths[grad.dtype] += grad.numel()
-            places.add(place(grad))
-    return any(
-        lengths[one.dtype] == one.numel() or place(one) in places
-        for one in sent
-        if one.layout is torch.strided and one.dtype in lengths
-    )
 
 
 def _warn() -> None:

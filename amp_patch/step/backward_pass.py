@@ -16,6 +16,7 @@ from torch import Tensor
 from amp_patch.casting.mode import HALVES
 from amp_patch.casting.weight_cache import WeightCache
 from amp_patch.distributed.agreement import agree
+from amp_patch.distributed.pending_sums import pending_sums
 from amp_patch.distributed.process_groups import without_repetition
 from amp_patch.distributed.unsynced import Unsynced
 from amp_patch.gradients.foreign_gradients import Watch
@@ -202,6 +203,8 @@ class BackwardPass:
         Raises:
             RuntimeError: it was the backward of another loss.
         """
+        if pending_sums.begun:
+            pending_sums.settle([grad for one in self._params() if (grad := one.grad) is not None])
         self._end_backward()
         if self._watched is not None:
             self._refuse_another(self._watched)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from amp_patch.casting import shared_casts
+from amp_patch.distributed.pending_sums import pending_sums
 
 from .fp32_values import FP32Values
 
@@ -92,6 +93,8 @@ class CollectiveWrites:
             if on_summed is not None:
                 on_summed(every)
             work = original(group, *args, **kwargs)
+            if on_summed is not None and work is not None:
+                pending_sums.note(work, every)
             # No other tensor's version moves: autograd may have saved it, as the statistics of a
             # batch norm, and would refuse the backward.
             versioned = [one for one in every if self._has_version(one)]
@@ -110,6 +113,7 @@ class CollectiveWrites:
             result = original(work, *args, **kwargs)
             if result is not False:  # `is_completed` says whether it is
                 _count(self._written.pop(work, ()))
+                pending_sums.end(work)
             return result
 
         return ending
