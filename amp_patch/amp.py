@@ -159,7 +159,9 @@ def initialize(
             are made only where they are read.
         process_group: of the ranks that skip a step together. Found by itself for FSDP, tensor
             parallel and ZeRO; not needed where `DistributedDataParallel` averages the gradients; to
-            be given where parts of one model are on several ranks (a pipeline).
+            be given where parts of one model are on several ranks (a pipeline). All ranks are to
+            make equally many blocks then, for the end of each is a collective of theirs: not so at
+            a scale of 1, nor with ``delay_unscale=True``, for all blocks of a step but the last.
         tensorboard: a folder or a ``SummaryWriter``: loss scales, skipped steps, and the parameters
             that overflowed are written there, until `deactivate` or the end of the process.
         wandb: True for the run of ``wandb.init``, or a run: the same for Weights & Biases.

@@ -21,8 +21,11 @@ def test_an_overflow_that_one_rank_puts_back_skips_on_all() -> None:
     assert ranks.run(agreeing.put_back) == [[False, True, False]] * 2
 
 
-def test_an_overflow_that_is_averaged_by_hand_skips_on_all() -> None:
-    first, second = ranks.run(agreeing.averaged_by_hand, ("O1", "O2"))
+def test_ranks_that_average_by_hand_skip_alike_and_may_make_other_numbers_of_blocks() -> None:
+    with ranks.Ranks() as two:
+        first, second = two.run(agreeing.averaged_by_hand, ("O1", "O2"))
+        moved = two.run(agreeing.other_numbers_of_blocks, ("O1", "O2"))
+    assert moved == [pytest.approx([0.1 * 2 * 4 / 16] * 4, rel=1e-5)] * 2
     for (weight, skipped), (other, others_skipped) in zip(first, second, strict=True):
         assert skipped == others_skipped == [False, True, False]
         assert torch.isfinite(weight).all()
