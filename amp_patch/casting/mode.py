@@ -7,7 +7,7 @@ a region or ``disable_casts`` around the call, the model whose forward runs, the
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -127,6 +127,34 @@ class CastMode(threading.local):
         self.level, self.off, self.region = saved
         self.dtype = OFF if self.off else self.level
 
+    def is_of_process(self) -> bool:
+        """Whether neither a region nor a model says anything here but what the process says."""
+        own = self.__dict__  # of this thread; to look up one attribute takes as long as all here
+        if own["stored"] is not None or own["region"] is not None:
+            return False
+        dtype = own["dtype"]
+        return dtype is None or dtype is process.dtype
+
+    def note(self) -> dict[str, Any]:
+        """Return what `run` needs, for what of this moment's call runs later."""
+        own = self.__dict__
+        return {name: own[name] for name in _NOTED}
+
+    def run(
+        self, noted: dict[str, Any], function: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Call a function in the mode that was noted, and put back the mode that is now."""
+        own, around = self.__dict__, self.note()
+        region = noted["region"]
+        own.update(noted)
+        try:
+            if region is None or region is around["region"]:
+                return function(*args, **kwargs)
+            with region:  # it was left since
+                return function(*args, **kwargs)
+        finally:
+            own.update(around)
+
     def switch_off(self, region: Any = None) -> Saved:
         """Turn the wrappers' casts off, in favour of ``region`` if one is given."""
         saved = Saved(self.level, self.off, self.region)
@@ -216,6 +244,8 @@ class CastMode(threading.local):
             self.restore(Saved(None, False, None))
 
 
+# What a call's mode is, wherever it runs: the rest says what is open in the thread.
+_NOTED = ("dtype", "level", "off", "region", "region_dtype", "stored")
 process = ProcessMode()
 mode = CastMode()
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from amp_patch.patching import Patches, as_function, as_if_defined_at, is_no_method, resolve
 
-from . import autocast_blocks, torchscript
+from . import autocast_blocks, custom_functions, torchscript
 from .mode import casts_are_on, mode
 from .torch_compile import is_patched
 
@@ -31,6 +31,7 @@ def install(patches: Patches, others: Mapping[str, Callable[[Any], Any]]) -> Non
         others: further ones, of the caller's.
     """
     replace(patches, {**_REPLACEMENTS, **others})
+    custom_functions.install(patches)
 
 
 def replace(patches: Patches, replacements: Mapping[str, Callable[[Any], Any]]) -> None:
@@ -104,22 +105,15 @@ def _in_this_mode(
         in_checkpoint: what `mode.in_checkpoint` is then, as in a first run that was not called
             here; None: whether grad is on now.
     """
-    first = mode.save()
-    region_dtype, stored = mode.region_dtype, mode.stored
+    noted = mode.note()
     inside = torch.is_grad_enabled() if in_checkpoint is None else in_checkpoint
 
     def run(*inputs: Any, **options: Any) -> Any:
-        now, now_in = mode.save(), mode.in_checkpoint
-        now_dtype, now_stored = mode.region_dtype, mode.stored
-        repeated = first.region is not None and now.region is not first.region
-        mode.restore(first)
-        mode.in_checkpoint, mode.region_dtype, mode.stored = inside, region_dtype, stored
+        around, mode.in_checkpoint = mode.in_checkpoint, inside
         try:
-            with first.region if repeated else contextlib.nullcontext():
-                return function(*inputs, **options)
+            return mode.run(noted, function, *inputs, **options)
         finally:
-            mode.restore(now)
-            mode.in_checkpoint, mode.region_dtype, mode.stored = now_in, now_dtype, now_stored
+            mode.in_checkpoint = around
 
     return run
 
