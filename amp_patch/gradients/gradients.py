@@ -338,6 +338,8 @@ class Gradients:
             The pass, which `round_into_halves` and `finish` are to end.
         """
         self.replaced.read = []
+        if self._aside.views:
+            self._aside.tell_of_writes()
         grads: list[Any] = look_up(GRAD, pairs.model)
         if not are_complete(grads):
             pairs = pairs.select([grad is not None for grad in grads])
@@ -369,6 +371,8 @@ class Gradients:
             What the check found, and the parameters that got a gradient, in the same order.
         """
         self.replaced.read = []
+        if self._aside.views:
+            self._aside.tell_of_writes()
         check = self._usual.take(self._buffers, pairs, scale)
         if check is None:
             taken = self.receive(pairs, scale)
@@ -381,11 +385,18 @@ class Gradients:
     def round_into_halves(self, taken: TakenPass) -> None:
         """Let half gradients hold what their masters have received, unless they do.
 
+        Where there were some before the pass, these tensors do, in the place of the backward's.
         Not those that a fused step is to unscale, which stay as the backward left them.
         """
-        if self._lazy is not None or taken.given is None or taken.are_true:
+        if self._lazy is not None or taken.given is None:
             return
-        if taken.has_added or any(map(IS_SPARSE, taken.halves)):
+        have_earlier = False
+        if self._aside:
+            params, halves = map(self._buffers.of_masters, (taken.given.model, taken.halves))
+            have_earlier = self._aside.take_place(params, halves) is not halves
+        if taken.are_true and not have_earlier:
+            return
+        if have_earlier or taken.has_added or any(map(IS_SPARSE, taken.halves)):
             round_into_halves(taken.given)
         else:
             self._buffers.copy_back(taken.halves, taken.check.grads)

@@ -102,14 +102,16 @@ class TargetPool:
         return are_same(grads, self.targets)
 
     @without_grad
-    def take_more(
-        self, grads: list[Tensor], scale: float | Tensor | None, shows: bool
-    ) -> GradCheck | None:
+    def show(self, halves: list[Tensor]) -> None:
+        """Let half gradients hold what the targets have."""
+        write(halves, self.targets)
+
+    @without_grad
+    def take_more(self, grads: list[Tensor], scale: float | Tensor | None) -> GradCheck | None:
         """Do `take` for a later pass of the same step: add to what the targets have.
 
         Args:
             grads, scale: see `take`.
-            shows: whether the half gradients are to hold the sums.
 
         Returns:
             As `take`, of what this pass brought.
@@ -119,8 +121,6 @@ class TargetPool:
         check = self._more.take(grads, scale, shows=False)
         if check is not None:
             torch._foreach_add_(self._memory, self._more._memory)
-            if shows:
-                write(grads, self.targets)
         return check
 
     def _another(self) -> TargetPool:

@@ -78,10 +78,7 @@ class UsualPass:
                 return buffers.unscale(grads, scale)
             return self._add_in_place(buffers, grads, scale)
         give = self._give if is_first else self._give_more
-        check = give(pool, buffers.masters, grads, scale)
-        if check is not None:
-            self._received.note(pairs.model, grads, grads, pool.targets)
-        return check
+        return give(pool, buffers, grads, scale)
 
     def _add_in_place(
         self, buffers: GradientBuffers, grads: list[Tensor], scale: float | Tensor | None
@@ -96,18 +93,18 @@ class UsualPass:
         check = buffers.unscale(grads, scale)
         kernels.accumulate(earlier, grads)
         store_grads(params, earlier)
-        self._earlier.clear()
+        self._earlier.end()
         return check
 
     def _give(
         self,
         pool: TargetPool,
-        masters: list[Tensor],
+        buffers: GradientBuffers,
         grads: list[Tensor],
         scale: float | Tensor | None,
     ) -> GradCheck | None:
         """Give masters, which have none, their gradients."""
-        lazy = self._lazy
+        lazy, masters = self._lazy, buffers.masters
         if (lazy is not None and lazy.are_waiting) or not have_none(masters):
             return None
         check = pool.take(grads, scale, shows=lazy is None)
@@ -118,12 +115,13 @@ class UsualPass:
         else:
             lazy.hold(masters, Made(check.grads))
         self._used.begin(grads)
+        self._received.note(buffers.params, grads, grads, pool.targets)
         return check
 
     def _give_more(
         self,
         pool: TargetPool,
-        masters: list[Tensor],
+        buffers: GradientBuffers,
         grads: list[Tensor],
         scale: float | Tensor | None,
     ) -> GradCheck | None:
@@ -131,10 +129,15 @@ class UsualPass:
         lazy = self._lazy
         if lazy is not None:
             lazy.materialize()
-        if not (self._received and pool.are_targets(stored_grads(masters))):
+        if not (self._received and pool.are_targets(stored_grads(buffers.masters))):
             return None
-        check = pool.take_more(grads, scale, shows=lazy is None)
-        if check is not None:
-            self._earlier.clear()  # each parameter has got a new gradient
-            self._used.add(grads)
+        check = pool.take_more(grads, scale)
+        if check is None:
+            return None
+        if lazy is None:
+            grads = self._earlier.take_place(buffers.params, grads)
+            pool.show(grads)
+        self._earlier.clear()  # each parameter has got a new gradient
+        self._used.add(grads)
+        self._received.note(buffers.params, grads, grads, pool.targets)
         return check

@@ -164,5 +164,6 @@ def _warn_of_used(place: str) -> None:
     warn_once(
         "at a level with fp32 masters the gradients of a step are dropped with it, where plain "
         f"PyTorch adds to them or steps them again; got {place} with those of the last step still "
-        "there. Call optimizer.zero_grad() in each step."
+        "there. Call optimizer.zero_grad() in each step; after it, give masters anew what they are "
+        "to have of yours, as views of a flat buffer."
     )

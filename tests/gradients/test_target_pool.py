@@ -54,9 +54,10 @@ def test_later_passes_are_added_in_each_step(pool: TargetPool) -> None:
         targets = first.grads
         for already in (2.0, 5.0):
             grads = halves_of(12.0)
-            more = pool.take_more(grads, SCALE, shows=True)
+            more = pool.take_more(grads, SCALE)
             assert more is not None
             assert numbers(more.grads) == {3.0}
+            pool.show(grads)
             assert numbers(targets) == numbers(grads) == {already + 3.0}
             del more
         del first, targets
@@ -64,7 +65,7 @@ def test_later_passes_are_added_in_each_step(pool: TargetPool) -> None:
 
 def test_a_later_pass_that_overflows_is_found(pool: TargetPool) -> None:
     pool.take(halves_of(8.0), SCALE, shows=True)
-    check = pool.take_more(halves_of(math.inf), SCALE, shows=True)
+    check = pool.take_more(halves_of(math.inf), SCALE)
     assert check is not None
     assert check.overflow
 
