@@ -223,7 +223,8 @@ class ServedScalers:
             return step.skip.found_inf(step.backward.device)
         check = self._cycle.checks.get(optimizer)
         flags = [] if check is None else check.found_inf
-        none = torch.zeros((), device=flags[0].device if flags else "cpu")
+        device = flags[0].device if flags else "cpu"
+        none = torch.zeros((), dtype=torch.float32, device=device)
         return functools.reduce(either, flags, none)
 
     def update(self, new_scale: Any = None) -> None:

@@ -166,7 +166,7 @@ class Skip:
             device: where the answer is wanted.
         """
         flags = [flag for check in self.pending for flag in check.flags()]
-        known = torch.full((), float(self.is_certain), device=device)
+        known = torch.full((), float(self.is_certain), dtype=torch.float32, device=device)
         return functools.reduce(either, flags if self.flag is None else [*flags, self.flag], known)
 
     def forget(self) -> None:

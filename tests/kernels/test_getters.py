@@ -13,6 +13,7 @@ ATTRIBUTES = {
     "IS_CUDA": "is_cuda",
     "IS_SPARSE": "is_sparse",
     "LAYOUT": "layout",
+    "REQUIRES_GRAD": "requires_grad",
     "VERSION": "_version",
 }
 

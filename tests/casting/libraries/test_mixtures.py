@@ -20,16 +20,15 @@ CALLS: dict[str, Callable[..., Tensor]] = {
 
 
 class Shifting(nn.Module):
-    """Mixes two of its values by a third in forward, as a token shift does."""
+    """Mixes values in its forward, as a token shift does."""
 
-    def __init__(self, call: Callable[[], Tensor]) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(2, 2)
-        self.call = call
 
-    def forward(self, x: Tensor) -> Tensor:
-        self.found = self.call()
-        return self.layer(x)
+    def forward(self, call: Callable[[], Tensor]) -> Tensor:
+        self.found = call()
+        return self.layer(torch.ones(1, 2))
 
 
 def drawn(dtypes: tuple[torch.dtype, ...]) -> tuple[Tensor, ...]:
@@ -44,17 +43,15 @@ def test_any_dtypes_are_mixed_in_float32(amp: ModuleType, level: str, name: str)
     """Of a half activation in a model that is stored in half the result is half, else float32."""
     half, call = HALF.get(level, torch.bfloat16), CALLS[name]
     dtypes = (torch.float32, half)
+    model = amp.initialize(Shifting(), opt_level=level, verbosity=0)
     for kinds in [(a, b, w) for a in dtypes for b in dtypes for w in dtypes]:
         values = drawn(kinds)
-        model = Shifting(lambda values=values: call(*values))  # type: ignore[misc]  # of the loop
-        model = amp.initialize(model, opt_level=level, verbosity=0)
-        model(torch.ones(1, 2))
+        model(lambda values=values: call(*values))
         got, exact = model.found, torch.lerp(*(one.double() for one in values))
         is_half = kinds[0] is half and (level in HALF or set(kinds) == {half})
         assert got.dtype is (half if is_half else torch.float32), kinds
         eps = torch.finfo(got.dtype).eps * (4 if len(set(kinds)) == 1 else 1)
         assert (got - exact).abs().max() <= eps * exact.abs().max(), kinds
-        amp.deactivate()
 
 
 @pytest.mark.parametrize("weight", [0.25, torch.tensor(0.25)])
