@@ -175,7 +175,7 @@ def initialize(
 
     Raises:
         TypeError: models, optimizers, enabled, opt_level, verbosity, rules, fused_step or
-            trace_overflow of a wrong type; LBFGS; an optimizer that ``fused_step`` does not know;
+            trace_overflow of a wrong type; an optimizer that ``fused_step`` does not know;
             no such logger; one model without optimizer, unpacked.
         ImportError: the package of a logger is missing.
         RuntimeError: an unknown level or refused override; half weights that are not frozen; a

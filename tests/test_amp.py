@@ -284,13 +284,6 @@ REFUSALS: dict[str, tuple[Refused, type[Exception], str]] = {
         RuntimeError,
         "Parallel wrappers should only be applied to the model AFTER",
     ),
-    "LBFGS": (
-        lambda model, optimizer: public.initialize(
-            model, [optimizer, LBFGS(model.parameters())], opt_level="O2"
-        ),
-        TypeError,
-        "got LBFGS",
-    ),
     "lazy model": (
         lambda model, optimizer: public.initialize(
             [model, nn.LazyLinear(1)], optimizer, opt_level="O5"

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch._subclasses import FakeTensor
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from amp_patch.levels import HALVES, OptLevel
 
@@ -19,7 +19,7 @@ def optimizers_of(optimizers: Any) -> list[Optimizer]:
     """Return None, one optimizer, or a list or tuple of optimizers, as a list.
 
     Raises:
-        TypeError: anything else, or LBFGS.
+        TypeError: anything else.
     """
     if optimizers is None:
         return []
@@ -30,13 +30,6 @@ def optimizers_of(optimizers: Any) -> list[Optimizer]:
                 "optimizers must be a torch.optim.Optimizer or a list or tuple of them; got "
                 f"{described(optimizer, Optimizer)}; call model, optimizer = "
                 "amp.initialize(model, optimizer, opt_level=...)."
-            )
-    for optimizer in found:
-        if isinstance(optimizer, LBFGS):
-            raise TypeError(
-                "optimizers must evaluate the loss before they change anything; got LBFGS, whose "
-                "line search evaluates it between changes, where a step that is not finite "
-                "cannot be skipped. Train with LBFGS in float32, without amp.initialize()."
             )
     return found
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from amp_patch.casting.mode import mode
 from amp_patch.distributed.agreement import any_rank
@@ -118,6 +118,7 @@ class StateBeforeStep:
 def evaluates_first(optimizer: Optimizer) -> bool:
     """Return whether an optimizer changes nothing before the closure's last evaluation.
 
-    torch's and our own evaluate it once, at the start.
+    torch's and our own evaluate it once, at the start; but LBFGS, along a line.
     """
-    return type(optimizer).__module__.startswith(("torch.optim.", "amp_patch."))
+    is_known = type(optimizer).__module__.startswith(("torch.optim.", "amp_patch."))
+    return is_known and not isinstance(optimizer, LBFGS)

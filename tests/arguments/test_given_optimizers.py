@@ -11,7 +11,7 @@ from arguments_support import MEND, frozen, optimizer
 from support import exactly
 from torch import nn
 from torch._subclasses import FakeTensorMode
-from torch.optim import LBFGS, SGD, Adam
+from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import StepLR
 
 from amp_patch import arguments
@@ -112,16 +112,6 @@ def test_fake_tensors_are_refused_where_numbers_are_asked_for(amp: ModuleType, l
             amp.initialize(model, stepped, opt_level=level, verbosity=0)
     assert model.weight.dtype is torch.float32
     assert (torch.nn.functional.linear, torch.Tensor.backward) == before
-
-
-def test_lbfgs_is_refused() -> None:
-    message = (
-        "optimizers must evaluate the loss before they change anything; got LBFGS, whose line "
-        "search evaluates it between changes, where a step that is not finite cannot be skipped. "
-        "Train with LBFGS in float32, without amp.initialize()."
-    )
-    with pytest.raises(TypeError, match=exactly(message)):
-        arguments.optimizers_of([optimizer(), optimizer(LBFGS)])
 
 
 @pytest.mark.parametrize("known_before", [False, True])

@@ -22,7 +22,7 @@ KINDS = sorted(
         kind
         for kind in vars(torch.optim).values()
         if inspect.isclass(kind) and issubclass(kind, Optimizer) and kind is not Optimizer
-        if kind.__name__ not in ("LBFGS", "Muon")  # refused; for matrices only
+        if kind.__name__ not in ("LBFGS", "Muon")  # need a closure, and matrices
     ),
     key=lambda kind: kind.__name__,
 )

@@ -18,7 +18,7 @@ from linear_training import (
 from support import scaled_backward
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import SGD, Adam, Optimizer
+from torch.optim import LBFGS, SGD, Adam, Optimizer
 
 from amp_patch.step.closure import StateBeforeStep, evaluates_first
 
@@ -49,7 +49,11 @@ class TwoEvaluations(Optimizer):
         return loss
 
 
-CLOSURE_OPTIMIZERS = {**OPTIMIZERS, "two evaluations": TwoEvaluations}
+CLOSURE_OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
+    **OPTIMIZERS,
+    "two evaluations": TwoEvaluations,
+    "lbfgs": lambda params: LBFGS(params, lr=0.25, max_iter=2),
+}
 
 
 def closure_of(
@@ -98,6 +102,41 @@ def test_a_closure_steps_as_in_fp32(amp: ModuleType, level: str, make: str, by_n
         tolerance = 1e-6 if level == "O0" else 0.04
         torch.testing.assert_close(param.float(), goal, rtol=tolerance, atol=tolerance)
     assert not amp.step_was_skipped(optimizer)
+
+
+@pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
+@pytest.mark.parametrize("level", [level for level in LEVELS if level != "O3"])
+def test_lbfgs_searches_along_a_line_as_in_fp32(
+    amp: ModuleType, level: str, line_search: str | None
+) -> None:
+    """Each evaluation computes with what the search tries; at O2 and O5 these are masters.
+
+    O3 steps half weights: products of its history leave float16's range.
+    """
+
+    def train(level: str | None) -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
+        x = torch.randn(32, 2)
+        optimizer = LBFGS(model.parameters(), lr=0.5, max_iter=8, line_search_fn=line_search)
+        if level is not None:
+            amp.initialize(model, optimizer, opt_level=level, loss_scale=16.0, verbosity=0)
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = (model(x).float() - x.sum(1, keepdim=True).sin()).square().mean()
+            if level is None:
+                loss.backward()
+            else:
+                scaled_backward(amp, loss, optimizer)
+            return loss.detach()  # LBFGS makes a number of it
+
+        return [float(optimizer.step(closure)) for _ in range(4)]
+
+    expected = train(None)
+    found = train(level)
+    assert found == pytest.approx(expected, rel=0.05, abs=0.002)
+    assert found[-1] < 0.1 * found[0]
 
 
 @pytest.mark.parametrize("make", [SGD, TwoEvaluations])
@@ -155,6 +194,8 @@ def test_masters_are_published_before_each_evaluation(amp: ModuleType) -> None:
         ("adam foreach", [-INF]),
         ("two evaluations", [NAN, 1.0]),
         ("two evaluations", [1.0, INF]),
+        ("lbfgs", [NAN, 1.0]),
+        ("lbfgs", [1.0, INF]),
     ],
 )
 def test_a_closure_that_is_not_finite_leaves_all_as_before(
@@ -172,7 +213,7 @@ def test_a_closure_that_is_not_finite_leaves_all_as_before(
     assert not amp.step_was_skipped(optimizer)
 
 
-@pytest.mark.parametrize("make", ["sgd", "two evaluations"])
+@pytest.mark.parametrize("make", ["sgd", "two evaluations", "lbfgs"])
 def test_a_closures_loss_is_looked_at_where_gradients_are_finite(
     amp: ModuleType, capsys: pytest.CaptureFixture[str], make: str
 ) -> None:
@@ -331,3 +372,4 @@ def test_only_optimizers_that_evaluate_first_need_no_copy() -> None:
     params = [nn.Parameter(torch.ones(2))]
     assert evaluates_first(Adam(params))
     assert not evaluates_first(TwoEvaluations(params))
+    assert not evaluates_first(LBFGS(params))

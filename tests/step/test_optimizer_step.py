@@ -24,7 +24,7 @@ from linear_training import (
 )
 from support import allocations, exactly, scaled_backward
 from torch import nn
-from torch.optim import LBFGS, SGD, AdamW, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
 from amp_patch.session import session
@@ -231,19 +231,6 @@ def test_scaled_gradients_are_refused(amp: ModuleType, call: str) -> None:
         optimizer.step() if call == "step" else amp.clip_grad_norm_(optimizer, 1.0)
     optimizer.zero_grad()
     train_step(amp, model, optimizer)
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_lbfgs_is_refused(amp: ModuleType, level: str) -> None:
-    model = linear()
-    message = (
-        "optimizers must evaluate the loss before they change anything; got LBFGS, whose line "
-        "search evaluates it between changes, where a step that is not finite cannot be skipped. "
-        "Train with LBFGS in float32, without amp.initialize()."
-    )
-    with pytest.raises(TypeError, match=exactly(message)):
-        amp.initialize(model, LBFGS(model.parameters()), opt_level=level, verbosity=0)
-    assert model.weight.dtype is F32
 
 
 # --- learning-rate schedulers ---

@@ -251,8 +251,8 @@ def test_the_page_shows_how_a_rule_is_added(monkeypatch) -> None:
     monkeypatch.setattr(registry, "RULES", added := {})
     exec(source, {"rule": registry.rule, "Trace": Trace, "Iterator": Iterator, "ast": ast})
     monkeypatch.setattr(script, "RULES", added)
-    lbfgs = RIGHT["a closure"].replace("SGD", "LBFGS")
-    assert found(lbfgs) == {(lbfgs[: lbfgs.index("LBFGS")].count("\n") + 1, "lbfgs")}
+    rprop = RIGHT["a closure"].replace("SGD", "Rprop")
+    assert found(rprop) == {(rprop[: rprop.index("Rprop")].count("\n") + 1, "rprop")}
 
 
 # --- what the rules know without importing it ---

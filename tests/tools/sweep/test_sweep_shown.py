@@ -87,10 +87,10 @@ def test_a_level_that_deviates_after_many_skipped_steps_has_learned_from_fewer()
 
 def test_levels_that_failed_alike_are_one_line() -> None:
     comparison = eventful_comparison()
-    crashed = Verdict("crashed", "TypeError: LBFGS is refused. Take SGD.")
+    crashed = Verdict("crashed", "TypeError: Adadelta is refused. Take SGD.")
     rows = [dataclasses.replace(row, verdict=crashed) for row in comparison.rows]
     lines = tables.remarks(dataclasses.replace(comparison, rows=rows))
-    assert lines[0] == "O0, O1, O2, O3, O4, O5: crashed: TypeError: LBFGS is refused. Take SGD."
+    assert lines[0] == "O0, O1, O2, O3, O4, O5: crashed: TypeError: Adadelta is refused. Take SGD."
     assert sum("crashed" in line for line in lines) == 1
 
 
