@@ -123,6 +123,10 @@ class AnyPass:
         is_first = (lazy is None or not lazy.are_waiting) and have_none(buffers.masters)
         if is_first or buffers.is_spread or not buffers.shares():
             return self._unscale_share(buffers, written)
+        if not self._earlier.are_scripts:
+            # Earlier half gradients were kept in case the backward fails. It did not, and masters
+            # have received them, or will when those that wait are made.
+            self._earlier.drop({id(p) for p, m in zip(*written.pairs, strict=True) if p is not m})
         if lazy is not None:
             lazy.materialize()
         found_inf: list[Tensor] = []

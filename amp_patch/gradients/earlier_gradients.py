@@ -44,12 +44,15 @@ class EarlierGradients:
         params: those that had one.
         grads: theirs, in the same order; of a view a copy, for DDP's backward writes to its memory.
         views: those that are views.
+        are_scripts: whether there were any before the first pass of a step, so that no pass has
+            made them: half parameters have these tensors again, with what masters have received.
     """
 
     def __init__(self) -> None:
         self.params: list[Tensor] = []
         self.grads: list[Tensor] = []
         self.views: list[View] = []
+        self.are_scripts = False
 
     def __len__(self) -> int:
         return len(self.params)
@@ -102,6 +105,8 @@ class EarlierGradients:
             What the parameters have now; ``new`` itself where nothing has changed. What the tensors
             of before hold is of before, and is to be written over.
         """
+        if not self.are_scripts:
+            return new
         grads = self.grads
         if self.views or not are_same(self.params, params):
             earlier = {**self.by_param(), **{id(view.param): view.grad for view in self.views}}

@@ -293,7 +293,10 @@ class Gradients:
             return
         self.clear_elsewhere()
         self._aside.clear()
-        if not have_none(pairs.model):
+        is_empty = have_none(pairs.model)
+        if not self._received:
+            self._aside.are_scripts = not is_empty
+        if not is_empty:
             if self.take_unscaled:
                 self.receive_unscaled(pairs)
             if self._aside.take(pairs.model) and self._lazy is not None:

@@ -55,6 +55,6 @@ def test_a_later_pass_takes_the_memory_of_one_share(is_lazy: bool) -> None:
     with LivingTensors() as living:
         before = living.peak
         receive()
-    # All at once, fp32 ones would take 32 bytes of each size. What was found takes some bytes.
-    assert living.peak - before <= 4 * size + 100
+    # Earlier half gradients go first. All at once, fp32 ones would take 32 bytes of each size.
+    assert living.peak - before <= 4 * size
     assert all(torch.equal(one.grad, torch.full((size,), 3.0)) for one in pairs.master)
