@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch.autograd.function import BackwardCFunction
+from torch.utils.checkpoint import CheckpointFunction
 
 from amp_patch.patching import Patches
 
@@ -42,7 +43,9 @@ def _noting(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def init(self: Any) -> None:
         original(self)
-        if not mode.is_of_process():
+        # `torch_sites` has torch's checkpoints repeat their forward alone in its mode: hooks that
+        # the backward within theirs calls are to run as those of all others.
+        if self._forward_cls is not CheckpointFunction and not mode.is_of_process():
             setattr(self, _NOTED, mode.note())
 
     return init

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.compiler import is_dynamo_compiling
+from torch.overrides import _get_current_function_mode_stack
 
 from amp_patch.levels import HALVES as HALVES
 
@@ -148,7 +149,7 @@ class CastMode(threading.local):
         region = noted["region"]
         own.update(noted)
         try:
-            if region is None or region is around["region"]:
+            if region is None or _is_entered(region, around["region"]):
                 return function(*args, **kwargs)
             with region:  # it was left since
                 return function(*args, **kwargs)
@@ -242,6 +243,16 @@ class CastMode(threading.local):
         has_blocks = self.around or self.autocasts or self.autocast_off is not None
         if not (self.models or has_blocks or is_stepping):
             self.restore(Saved(None, False, None))
+
+
+def _is_entered(region: Any, current: Any) -> bool:
+    """Whether torch asks a region, of the thread or not, about the calls that come now.
+
+    In a backward that is called within another one torch asks none of those that are open.
+    """
+    if torch.compiler.is_compiling():  # which cannot see torch's own list
+        return region is current
+    return any(one is region for one in _get_current_function_mode_stack())
 
 
 # What a call's mode is, wherever it runs: the rest says what is open in the thread.

@@ -60,7 +60,8 @@ class PendingSums:
             if any(place(one) in places for one in sent if one.layout is torch.strided):
                 work.wait()
             else:
-                late |= was_in_backward or are_gradients(sent, listed)
+                is_copy = was_in_backward and _may_be_copies(sent, listed)
+                late |= is_copy or are_gradients(sent, listed)
                 self.end(work)  # it is told of once
         if late:
             warn_once(
@@ -70,6 +71,15 @@ class PendingSums:
                 "it brings is multiplied by the loss scale, or comes too late for the step. Wait "
                 "for it, and copy it back, inside of the block, after scaled_loss.backward()."
             )
+
+
+def _may_be_copies(sent: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
+    """Return whether these are as long as a gradient, or longer, as buckets of some are.
+
+    A statistic of a batch is one number.
+    """
+    counts = set(map(Tensor.numel, grads)) - {1}
+    return any(one.numel() in counts or one.numel() > max(counts, default=1) for one in sent)
 
 
 def are_gradients(sent: Sequence[Tensor], grads: Iterable[Tensor]) -> bool:

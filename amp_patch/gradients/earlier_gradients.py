@@ -75,8 +75,9 @@ class EarlierGradients:
                 grad.clone() if is_view else grad
                 for grad, is_view in zip(grads, are_views, strict=True)
             ]
-            rows = zip(params, grads, copies, map(VERSION, grads), strict=True)
-            views = [View(*row) for row in compress(rows, are_views) if _is_writable(row[1])]
+            if self.are_scripts:  # else DDP's, which are made anew
+                rows = zip(params, grads, copies, map(VERSION, grads), strict=True)
+                views = [View(*row) for row in compress(rows, are_views) if _is_writable(row[1])]
             grads = copies
         # Before they are cleared: an interrupt between the two must lose none.
         self.params, self.grads, self.views = params, grads, views

@@ -82,6 +82,7 @@ class Gradients:
         self._own = OwnGradients() if own is None else own
         self.scaled = ScaledGradients()
         self._aside = EarlierGradients()
+        self._is_first = True  # no pass has begun since the last step or clearing
         self._received = ReceivedGradients(lazy, count_data_reads)
         self._used = UsedGradients()
         self.stepped = SteppedGradients(self._used, self._own)
@@ -170,7 +171,7 @@ class Gradients:
 
     def forget(self) -> None:
         """The gradients were cleared or stepped: none is scaled or set aside any more."""
-        self.replaced.had_another_block = False
+        self.replaced.had_another_block, self._is_first = False, True
         if self.scaled.scale is not None:
             self.scaled.forget()
         if self._received or self._aside:  # to save time: `zero_grad` finds neither after a step
@@ -294,8 +295,8 @@ class Gradients:
         self.clear_elsewhere()
         self._aside.clear()
         is_empty = have_none(pairs.model)
-        if not self._received:
-            self._aside.are_scripts = not is_empty
+        if self._is_first:
+            self._aside.are_scripts, self._is_first = not is_empty, False
         if not is_empty:
             if self.take_unscaled:
                 self.receive_unscaled(pairs)

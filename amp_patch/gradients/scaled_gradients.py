@@ -22,6 +22,23 @@ from .param_pairs import ParamPairs
 T = TypeVar("T")
 
 
+class _Copied(NamedTuple):
+    """A half gradient and its float32 copy at the master, with the versions that both had then."""
+
+    param: Tensor
+    master: Tensor
+    half: Tensor
+    copy: Tensor
+    versions: tuple[int, int]
+
+    def is_newer_in_half(self) -> bool:
+        """Tell whether a script has written to the half gradient, or replaced it, and no copy."""
+        half, copy = stored_grad(self.param), stored_grad(self.master)
+        if copy is not self.copy or copy._version != self.versions[1]:
+            return False
+        return half is not self.half or half._version != self.versions[0]
+
+
 class ScaledGradients:
     """The scale of such gradients, and whether a backward has written to them.
 
@@ -34,7 +51,7 @@ class ScaledGradients:
         self.scale: float | Tensor | None = None
         self.is_assumed = False
         self._before: list[tuple[Tensor, Tensor | None, int]] = []
-        self._copied: list[tuple[Tensor, Tensor]] = []
+        self._copied: list[_Copied] = []
 
     def begin(self, scale: float | Tensor, is_assumed: bool = False) -> None:
         """The gradients that are there now are multiplied by ``scale``."""
@@ -95,24 +112,27 @@ class ScaledGradients:
         for param, master in () if self._copied else pairs.halves():
             grad = stored_grad(param)
             if grad is not None and stored_grad(master) is None:
-                store_grad(master, grad.detach().to(master.dtype, copy=True))
-                self._copied.append((param, master))
+                copy = grad.detach().to(master.dtype, copy=True)
+                store_grad(master, copy)
+                versions = grad._version, copy._version
+                self._copied.append(_Copied(param, master, grad, copy, versions))
 
     @torch.no_grad()
     def follow(self) -> None:
         """Have the half ones hold, rounded, what a script has made of the copies, which go.
 
-        Not asked is whether it has written: a collective moves no version. What it has cleared, at
-        the one or the other, is cleared.
+        A half gradient that it has written to stays, where the copy has the version that it had.
+        Else nobody asks whether it has written: a collective moves no version. What it has cleared,
+        at the one or the other, is cleared.
         """
         copied, self._copied = self._copied, []
-        for param, master in copied:
-            grad, half = stored_grad(master), stored_grad(param)
+        for one in copied:
+            grad, half = stored_grad(one.master), stored_grad(one.param)
             if grad is None:
-                store_grad(param, None)
-            elif half is not None:  # in place, for it may lie in a bucket of DDP
-                half.copy_(grad)
-            store_grad(master, None)
+                store_grad(one.param, None)
+            elif half is not None and not one.is_newer_in_half():
+                half.copy_(grad)  # in place, for it may lie in a bucket of DDP
+            store_grad(one.master, None)
 
     def were_written(self) -> bool:
         """Return whether a backward has written to them since `bring_to`."""

@@ -205,7 +205,7 @@ def _warning(source: str | None, reason: str) -> str:
         )
     return (
         f"The CUDA kernels of {source} cannot be used, slower operations of torch take their "
-        f"place, all others are used: {reason}. Report what amp-patch doctor says; "
+        f"place: {reason}. Those of other sources are used. Report what amp-patch doctor says; "
         "AMP_PATCH_KERNELS=torch switches all kernels off."
     )
 

@@ -98,23 +98,27 @@ class CudaModules:
         self._modules: dict[tuple[str, int], Any] = {}
         self._functions: dict[tuple[str, str, int], Any] = {}
         self._failures: dict[tuple[str, int], Failure] = {}
+        self._failed_devices: dict[int, Failure] = {}
 
     def failure(self, sources: Iterable[str], device: torch.device) -> Failure | None:
         """Compile and load sources for a device; return why the first fails, None where all work.
 
-        What has failed is not tried again until `forget_failures`; other sources are.
+        What has failed is not tried again until `forget_failures`; other sources are, unless
+        nothing can be loaded on the device.
         """
         index = _index(device)
         for source in sources:
             if (source, index) not in self._modules:
                 self._try(source, index)
-                if (source, index) in self._failures:
-                    return self._failures[source, index]
+                failure = self._failed_devices.get(index) or self._failures.get((source, index))
+                if failure is not None:
+                    return failure
         return None
 
     def forget_failures(self) -> None:
         """Have the next call try again what failed: what was missing may have been installed."""
         self._failures.clear()
+        self._failed_devices.clear()
 
     def launch(self, kernel: Kernel, grid: int, device: torch.device, *arguments: Argument) -> None:
         """Run a kernel on the device's current stream, without waiting for it.
@@ -149,15 +153,31 @@ class CudaModules:
 
     def _try(self, source: str, index: int) -> None:
         """Load a source, or note why that fails: whatever it is, torch does without the kernels."""
-        if (source, index) in self._failures:
+        if (source, index) in self._failures or index in self._failed_devices:
             return
-        lacks: str | None = None
         try:
             cuda_compiler.toolchain()  # without which none is compiled
-            lacks = source
+        except Exception as error:
+            self._failed_devices[index] = Failure(None, error)
+            return
+        try:
             self._module(source, index)
         except Exception as error:
-            self._failures[source, index] = Failure(lacks, error)
+            if self._has_another(source, index):
+                self._failures[source, index] = Failure(source, error)
+            else:  # a compiler or a driver that is too old, say
+                self._failed_devices[index] = Failure(None, error)
+
+    def _has_another(self, source: str, index: int) -> bool:
+        """Return whether some other source works on the device, where one has failed."""
+        if any(on == index for _, on in self._modules):
+            return True
+        another = next(one for one in cuda_compiler.sources() if one != source)
+        try:
+            self._module(another, index)
+        except Exception:  # it does not either
+            return False
+        return True
 
     def _function(self, kernel: Kernel, index: int) -> Any:
         key = (kernel.source, kernel.name, index)

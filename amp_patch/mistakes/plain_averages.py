@@ -104,8 +104,8 @@ class _Followed:
         An average of all values on the way is near to it, however slowly it follows.
         """
         value = self._earlier[-1]
-        if self._start is None:
-            return value
+        if self._start is None or self._start.norm() <= _NEAR * value.norm():
+            return value  # from 0 on what is small would be near to all of the way, as velocities
         way = value - self._start
         length = way.square().sum()
         done = ((wide - self._start) * way).sum() / length.clamp(min=torch.finfo(length.dtype).tiny)

@@ -25,6 +25,7 @@ from amp_patch.optimizers.fused_step import FusedStep
 from amp_patch.optimizers.wrapped_optimizers import wrapped_by
 from amp_patch.patching import Patches
 from amp_patch.weights.fp32_values import FP32Values
+from amp_patch.weights.frozen_masters import end_turn
 from amp_patch.weights.lazy_gradients import LazyGradients
 from amp_patch.weights.master_weights import MasterWeights
 from amp_patch.weights.parameter_lists import clear_grads, store_grads, stored_grads
@@ -412,6 +413,7 @@ class OptimizerStep:
         if self.masters is not None:
             self.masters.clear_grads()
         self.backward.end_step(is_made)
+        end_turn()
         if self._observers and (optimizer := self._optimizer()) is not None:
             self._observers.stepped(optimizer, self.skip)
 

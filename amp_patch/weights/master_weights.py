@@ -122,6 +122,7 @@ class MasterWeights:
     def drop_after(self, count: int) -> None:
         """Undo `replace` for all masters but the first ``count``, which no group holds."""
         self._pairs.drop_after(count)
+        self._frozen.drop_after(count)
 
     def follow_loaded_state(self) -> None:
         """See `MasterPairs.follow_loaded_state`."""
@@ -152,6 +153,7 @@ class MasterWeights:
 
     def release(self) -> None:
         """Give the optimizer its parameters back, with the masters' fp32 values and gradients."""
+        self._frozen.follow()
         self._pairs.follow_shapes()
         self.end_exposure()
         self._rounding.renew().forget()  # look at all, this one time

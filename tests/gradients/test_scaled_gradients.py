@@ -153,6 +153,24 @@ def test_copies_are_followed_into_the_gradients_of_half_parameters(
     assert pairs.model[1].grad.tolist() == [12.0, 12.0]
 
 
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_half_gradient_that_is_written_to_beside_its_copy_stays(
+    pairs: ParamPairs, scaled: ScaledGradients, replaced: bool
+) -> None:
+    """A script has read the copies, for a log; written to, they win."""
+    half = pairs.model[0]
+    for written, expected in ((False, 6.0), (True, 9.0)):
+        scaled.copy_to_masters(pairs)
+        if replaced:
+            half.grad = half.grad * 0.5
+        else:
+            half.grad.mul_(0.5)
+        if written:
+            pairs.master[0].grad.fill_(9.0)
+        scaled.follow()
+        assert half.grad.tolist() == [expected] * 2
+
+
 def test_what_a_master_has_of_its_own_is_no_copy(
     pairs: ParamPairs, scaled: ScaledGradients
 ) -> None:

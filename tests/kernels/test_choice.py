@@ -218,7 +218,7 @@ def test_a_source_that_fails_leaves_its_own_operations_to_torch(gpu: Gpu, failin
     (warning,) = told
     assert str(warning.message).startswith(
         f"The CUDA kernels of {failing} cannot be used, slower operations of torch take their "
-        "place, all others are used: RuntimeError: NVRTC: no. "
+        "place: RuntimeError: NVRTC: no. Those of other sources are used. "
     )
     both = {"unscale.cu", "summarize.cu"}  # what launches one launches the other
     for source, (full, half, launches) in expected.items():

@@ -165,10 +165,36 @@ def test_a_source_that_failed_is_not_tried_again_and_others_are_loaded(
         assert failure is not None
         assert (failure.source, str(failure.error)) == ("unscale.cu", "NVRTC: no")
     assert tried == [("reconcile.cu", "sm_90"), ("unscale.cu", "sm_90")]
-    assert modules.failure(["unscale.cu"], gpu(1)) is not None  # another device is asked anew
+    another = modules.failure(["unscale.cu"], gpu(1))  # another device is asked anew
+    assert another is not None
+    assert another.source == "unscale.cu"
     modules.forget_failures()
     assert modules.failure(["unscale.cu"], gpu(0)) is not None
-    assert [source for source, _ in tried[2:]] == ["unscale.cu"] * 2
+    # on a device on which nothing was loaded yet another source is tried as well
+    assert [source for source, _ in tried[2:]] == ["unscale.cu", "accumulate.cu", "unscale.cu"]
+
+
+@linux_only
+def test_a_device_on_which_no_source_can_be_loaded_is_told_of_as_a_whole(
+    gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A compiler that is too old for it, say: no further source is compiled."""
+    tried = []
+
+    def fail(source: str, architecture: str) -> bytes:
+        tried.append(source)
+        raise RuntimeError("NVRTC: invalid architecture")
+
+    monkeypatch.setattr(cuda_module.cuda_compiler, "machine_code", fail)
+    modules = CudaModules()
+    for source in cuda_module.cuda_compiler.sources():
+        failure = modules.failure([source], gpu(0))
+        assert failure is not None
+        assert (failure.source, str(failure.error)) == (None, "NVRTC: invalid architecture")
+    assert len(tried) == 2
+    modules.forget_failures()
+    assert modules.failure(["cast.cu"], gpu(0)) is not None
+    assert len(tried) == 4
 
 
 def test_threads_are_those_of_the_sources() -> None:

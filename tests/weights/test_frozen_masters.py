@@ -138,6 +138,33 @@ def test_what_the_script_froze_itself_stays_frozen(amp: ModuleType, level: str) 
 
 
 @pytest.mark.parametrize("level", LEVELS)
+def test_a_step_ends_a_turn(amp: ModuleType, level: str) -> None:
+    """The next turn may call a part of the model, past what sees calls of it."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+    first, second = (SGD(part.parameters(), lr=0.1) for part in model)
+    amp.initialize(model, [first, second], opt_level=level, loss_scale=1.0, verbosity=0)
+    with Toggled([second]):
+        for _ in range(2):
+            first.zero_grad()
+            loss = model(X).sum()
+            assert not any(param.requires_grad for param in model[1].parameters())
+            loss.backward()
+            first.step()
+    with Toggled([first]):
+        model[1](torch.ones(1, 8, dtype=model[1].weight.dtype)).sum().backward()
+    assert all(param.grad is not None for param in model[1].parameters())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_what_learns_again_does_so_without_amp(amp: ModuleType, level: str) -> None:
+    model, optimizer = prepared(amp, level)
+    with Toggled([optimizer]):
+        model(X)
+    amp.deactivate()
+    assert all(param.requires_grad for param in model.parameters())
+
+
+@pytest.mark.parametrize("level", LEVELS)
 def test_a_parameter_that_came_later_is_frozen_as_well(amp: ModuleType, level: str) -> None:
     model, optimizer = prepared(amp, level)
     model(X)

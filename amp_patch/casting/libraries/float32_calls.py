@@ -41,7 +41,8 @@ def run_widened(function: Function, args: Args, kwargs: Kwargs) -> Any:
 def run_like_first(function: Function, args: Args, kwargs: Kwargs) -> Any:
     """Call it so; results have the dtype of its first argument, the features that it samples."""
     features = args[0] if args else kwargs.get("input")
-    found = run_widened(function, args, kwargs)
+    with NothingElseCasts():  # a region would cast what is made of the boxes inside
+        found = run_widened(function, args, kwargs)
     dtype = getattr(features, "dtype", None)
     return to_any(found, dtype) if dtype in HALVES else found
 

@@ -145,7 +145,7 @@ def _widening(method: Function, place: Place) -> Function:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         return float32_calls.run_widened(method, args, kwargs)
 
-    return wrapper
+    return _standing_for(method, wrapper)
 
 
 def _looking_up(function: Function, place: Place) -> Function:
