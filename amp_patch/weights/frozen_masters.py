@@ -34,7 +34,7 @@ def end_turn() -> None:
 class FrozenMasters:
     """Hands on to half parameters what a script sets ``requires_grad`` of their masters to.
 
-    A half parameter that the script has frozen itself stays so when its master learns again.
+    A half parameter that the script had frozen itself before stays so when its master learns again.
 
     Args:
         pairs: of one optimizer.

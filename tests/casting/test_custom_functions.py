@@ -13,6 +13,7 @@ from torch import nn
 from torch.autograd import Function
 from torch.autograd.function import BackwardCFunction, once_differentiable
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 
 class Linear(Function):
@@ -289,6 +290,98 @@ def test_a_backward_of_a_half_region_is_in_half(amp, opt_level):
     expected = grad @ weight.to(out.dtype), grad.mT @ x.to(out.dtype)
     torch.testing.assert_close(found, [one.float() for one in expected], rtol=0, atol=0)
     del model
+
+
+class Checkpoint(Function):
+    """Runs a function again in backward, and then its backward, as guided-diffusion does."""
+
+    @staticmethod
+    def forward(ctx, function, x):
+        ctx.function = function
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return function(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            out = ctx.function(x)
+        torch.autograd.backward(out, grad)
+        return None, x.grad
+
+
+RUNS = {
+    "once": lambda function, x: function(x),
+    "own": Checkpoint.apply,
+    "reentrant": lambda function, x: checkpoint(function, x, use_reentrant=True),
+    "not reentrant": lambda function, x: checkpoint(function, x, use_reentrant=False),
+}
+
+
+class InRegion(nn.Module):
+    """Runs two layers in a region, and again in backward as it is told, one within the other."""
+
+    def __init__(self, region, outer, inner, leaf):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+        self.region, self.outer, self.inner, self.leaf = region, RUNS[outer], RUNS[inner], leaf
+
+    def last(self, x):
+        layer = self.layers[2]
+        return layer(x) if self.leaf == "layer" else Linear.apply(x, layer.weight)
+
+    def forward(self, x):
+        with self.region():
+            x = self.outer(lambda x: self.inner(self.last, self.layers[1](x)), self.layers[0](x))
+        return self.layers[3](x)
+
+
+def trained(amp, opt_level, region, *how):
+    """Return the gradients of a step."""
+    torch.manual_seed(0)
+    model = InRegion(getattr(amp, region), *how)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    amp.initialize(model, optimizer, opt_level=opt_level, loss_scale=8.0, verbosity=0)
+    loss = model(torch.randn(4, 8)).float().square().sum()
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    grads = [param.grad for param in amp.master_params(optimizer)]
+    amp.deactivate()
+    return grads
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+@pytest.mark.parametrize("outer", ["own", "reentrant"])
+@pytest.mark.parametrize(
+    ("opt_level", "region"),
+    [("O1", "half_region"), ("O2", "float_region"), ("O4", "float_region"), ("O5", "half_region")],
+)
+def test_what_runs_again_within_what_does_is_in_the_region_too(amp, opt_level, region, outer):
+    """In a backward within a backward torch asks no region that is open."""
+    for leaf in ("layer", "function"):
+        expected = trained(amp, opt_level, region, "once", "once", leaf)
+        for inner in RUNS:
+            found = trained(amp, opt_level, region, outer, inner, leaf)
+            for one, other in zip(found, expected, strict=True):
+                assert (one is None) == (other is None)
+                if one is not None:
+                    torch.testing.assert_close(one, other, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("opt_level", ["O2", "O5"])
+def test_hooks_in_the_backward_of_a_checkpoint_run_as_others(amp, opt_level):
+    """An average of gradients that a hook keeps stays in float32."""
+    model = InRegion(contextlib.nullcontext, "reentrant", "once", "layer")
+    amp.initialize(model, opt_level=opt_level, loss_scale=1.0, verbosity=0)
+    kept = []
+
+    def average(param):
+        kept.append(param.grad.lerp(torch.zeros(8, 8), 0.5))
+
+    model.layers[1].weight.register_post_accumulate_grad_hook(average)
+    model(torch.randn(4, 8)).float().sum().backward()
+    assert [one.dtype for one in kept] == [torch.float32]
 
 
 class Asked(Function):

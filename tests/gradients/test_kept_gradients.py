@@ -222,3 +222,26 @@ def test_expanded_gradients_are_added_to(amp: ModuleType, level: str) -> None:
         param.grad = torch.ones((), dtype=param.dtype).expand_as(param)
     scaled_backward(amp, model(INPUTS).float().sum() * 0.0, optimizer)
     assert all(bool((param.grad == 1.0).all()) for param in params)
+
+
+@KINDS
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_they_may_come_after_a_step(amp: ModuleType, level: str, kind: str) -> None:
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=SCALE, verbosity=0)
+
+    def block() -> None:
+        loss = F.cross_entropy(model(INPUTS).float(), TARGETS)
+        scaled_backward(amp, loss, optimizer)
+
+    block()
+    optimizer.step()
+    optimizer.zero_grad()
+    params = list(model.parameters())
+    kept = give(params, kind)
+    places = [param.grad.data_ptr() for param in params]
+    block()
+    assert [param.grad.data_ptr() for param in params] == places
+    assert norm(kept) == pytest.approx(norm([param.grad for param in params]))
+    assert norm(kept) > 0.0

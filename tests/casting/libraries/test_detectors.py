@@ -36,8 +36,9 @@ def batched_nms(boxes, scores, idxs, iou_threshold):
 import torch
 
 def roi_align(input, boxes, output_size):
-    assert input.dtype is boxes[0].dtype is torch.float32
-    return input.mean((2, 3)) + boxes[0].mean()
+    boxes = torch.cat(boxes)
+    assert input.dtype is boxes.dtype is torch.float32
+    return input.mean((2, 3)) + boxes.mean()
 """,
     "torchvision/ops/poolers.py": """
 from .roi_align import roi_align
@@ -108,6 +109,32 @@ def test_operators_on_boxes_take_half_and_float32_tensors(
         assert torchvision.ops.poolers.roi_align is original
     with pytest.raises(AssertionError):
         sys.modules["torchvision.ops"].nms(boxes.half(), boxes[:, 0].half(), 0.5)
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_features_of_a_half_region_are_sampled_in_float32(amp: ModuleType) -> None:
+    import torchvision.ops
+
+    amp.initialize(nn.Linear(2, 2), opt_level="O1", verbosity=0)
+    features, boxes = torch.rand(1, 4, 8, 8).half(), [torch.rand(2, 4), torch.rand(1, 4)]
+    with amp.half_region():
+        found = torchvision.ops.poolers.pool(features, boxes)
+    assert found.dtype is torch.float16
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("level", ["O0", "O1", "O5"])
+def test_code_that_calls_them_is_scripted_as_before(amp: ModuleType, level: str) -> None:
+    ops: Any = pytest.importorskip("torchvision.ops")
+
+    def chosen(boxes: Tensor, scores: Tensor) -> Tensor:
+        found: Tensor = ops.nms(boxes, scores, 0.5)
+        return found
+
+    boxes, scores = torch.rand(3, 4), torch.rand(3)
+    expected = chosen(boxes, scores)
+    amp.initialize(nn.Linear(2, 2), opt_level=level, verbosity=0)
+    assert torch.equal(torch.jit.script(chosen)(boxes, scores), expected)
 
 
 def targets_of(images: list[Tensor]) -> list[dict[str, Tensor]]:
