@@ -22,6 +22,7 @@ import torch
 import torch_snapshot
 from support import PROFILE, nightly_cases, nightly_levels
 from torch import distributed
+from torch.overrides import _get_current_function_mode_stack, _pop_mode
 
 pytest_plugins = ["pytester"]
 
@@ -261,6 +262,17 @@ def torch_left_unpatched() -> Iterator[None]:
         torch_snapshot.restore(before)
     if left_patched:
         pytest.fail(f"the test left torch patched: {', '.join(left_patched)}", pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def no_region_left_open() -> Iterator[None]:
+    """Fail a test after which torch still asks a mode about each call, as one of a region is."""
+    yield
+    left = _get_current_function_mode_stack()
+    for _ in left:
+        _pop_mode()
+    if left:
+        pytest.fail(f"the test left open: {left}", pytrace=False)
 
 
 @pytest.fixture(autouse=True)

@@ -52,8 +52,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
     tests = [
         f"def test_{i}():\n    global bound_name\n    {leak}\n" for i, leak in enumerate(LEAKS)
     ]
-    result = run_tests(test_leaks="\n".join([header, *tests]))
-    result.assert_outcomes(passed=len(LEAKS), errors=len(LEAKS))
+    mode = "def test_mode():\n    torch.overrides.TorchFunctionMode().__enter__()\n"
+    result = run_tests(test_leaks="\n".join([header, *tests, mode]))
+    result.assert_outcomes(passed=len(LEAKS) + 1, errors=len(LEAKS) + 1)
+    assert sum("the test left open: [" in line for line in result.outlines) == 1
     left_patched = [line for line in result.outlines if line.startswith("the test left torch")]
     assert left_patched == [f"the test left torch patched: {name}" for name in LEAKS.values()]
 

@@ -184,11 +184,17 @@ class CastMode(threading.local):
         Returns:
             What was; None where nothing was.
         """
+        is_of_block = self.is_autocast_off_in_block()
         switched, self.autocast_off = self.autocast_off, None
-        if switched is None or switched.blocks != len(self.around) + len(self.autocasts):
+        if switched is None or not is_of_block:
             return None
         self.restore(Saved(self.level, switched.saved.off, switched.saved.region))
         return switched
+
+    def is_autocast_off_in_block(self) -> bool:
+        """Tell whether `switch_autocast_off` was called in the innermost block that is open."""
+        off = self.autocast_off
+        return off is not None and off.blocks == len(self.around) + len(self.autocasts)
 
     def enter_model(
         self,

@@ -144,6 +144,8 @@ def end_block(*error: Any) -> None:
             "a region ends where it began, in the same thread; got an end without a beginning; "
             "call 'with amp.half_region():' (or the like), which does both."
         )
+    if mode.is_autocast_off_in_block():  # and left so: a region that began is to end
+        mode.switch_autocast_on()
     saved = mode.around.pop()
     if mode.region is not None and mode.region is not saved.region:
         mode.region.__exit__(*(error or (None, None, None)))

@@ -10,6 +10,7 @@ import torch._dynamo
 from casting_support import HALVES, activate
 from hypothesis import example, given
 from torch import nn
+from torch.overrides import _get_current_function_mode_stack
 
 # torch's own: nobody replaces what stands here
 OWN = torch._C
@@ -165,6 +166,7 @@ def test_a_bracket_in_a_region_ends_in_the_region(amp):
     with amp.half_region():
         assert in_turn(X) == (True, torch.float32, False, torch.float16, True)
         torch.set_autocast_enabled("cpu", False)
+    assert _get_current_function_mode_stack() == []
     assert (X @ X).dtype is torch.float16
     with amp.disable_casts():
         assert in_turn(X) == (False, torch.float32, False, torch.float32, False)
