@@ -22,10 +22,10 @@ def random_kept() -> Iterator[None]:
 
 
 with random_kept():
-    from rich.box import SIMPLE_HEAD
+    from rich import box
     from rich.console import Console
     from rich.live import Live
     from rich.table import Table
     from rich.text import Text
 
-__all__ = ["SIMPLE_HEAD", "Console", "Live", "Table", "Text"]
+__all__ = ["Console", "Live", "Table", "Text", "box", "random_kept"]

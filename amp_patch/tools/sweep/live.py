@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from amp_patch.tools.rich_parts import SIMPLE_HEAD, Console, Live, Table, Text
+from amp_patch.tools.rich_parts import Console, Live, Table, Text, box
 
 from . import wording
 from .outcomes import FINISHED, Run
@@ -130,7 +130,7 @@ class LiveTable(Notes):
         return table
 
     def _first_columns(self, count: int) -> Table:
-        table = Table(box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+        table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
         table.add_column("level", no_wrap=True)
         table.add_column("state", no_wrap=True)
         for name in _FIGURES[:count]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from amp_patch.tools.rich_parts import SIMPLE_HEAD, Console, Table, Text
+from amp_patch.tools.rich_parts import Console, Table, Text, box
 
 from . import wording
 from .comparison import Comparison, Row
@@ -159,7 +159,7 @@ def _skips(row: Row) -> list[str]:
 
 
 def _table(rows: Sequence[Row], shown: Sequence[tuple[str, Cell]]) -> Table:
-    table = Table(box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     table.add_column("level", no_wrap=True)
     for name, _ in shown:
         is_text = name == "verdict"
