@@ -6,6 +6,7 @@ hooks give to half parameters, or clear, are told of as well.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,7 +28,8 @@ class WritesInStep:
         wrapped: that it steps itself, or that are stepped in its place, as SAM's; get one, too.
         masters: of its half weights.
         is_foreign: whether its step is not torch's, and may write to whatever it holds.
-        follow_gradients: called after hooks of the script, which may have changed half gradients.
+        follow_gradients: a method that is called after hooks of the script, which may have changed
+            half gradients; held weakly, for what owns it owns this.
     """
 
     def __init__(
@@ -38,7 +40,8 @@ class WritesInStep:
         is_foreign: bool,
         follow_gradients: Callable[[], None],
     ) -> None:
-        self._follow_gradients, self._has_hooks = follow_gradients, False
+        self._follow_gradients: Any = weakref.WeakMethod(follow_gradients)
+        self._has_hooks = False
         self._masters, self._is_foreign = masters, is_foreign
         self._name = type(optimizer).__name__
         self._before: list[int] | None = None
@@ -121,5 +124,5 @@ class WritesInStep:
     def _follow_hooks(self, *_: object) -> None:
         """All other hooks were called: what they wrote to half weights and gradients is stepped."""
         self.follow()
-        if self._has_hooks:
-            self._follow_gradients()
+        if self._has_hooks and (follow := self._follow_gradients()) is not None:
+            follow()
