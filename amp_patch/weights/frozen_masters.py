@@ -10,6 +10,7 @@ import weakref
 
 import torch
 
+from amp_patch.kernels.default_device import without_default_device
 from amp_patch.kernels.getters import REQUIRES_GRAD
 
 from .master_pairs import MasterPairs
@@ -55,6 +56,7 @@ class FrozenMasters:
         del self._learned[count:]
         self._froze = {row for row in self._froze if row < count}
 
+    @without_default_device
     def follow(self) -> None:
         """A forward comes, or the masters are handed out: freeze, and let learn again.
 
