@@ -69,10 +69,20 @@ class FollowedMemory:
                 store_grad(master, None if grad is None else grad.to(param.device))
                 self._state.follow_device(master)
 
-    def follow_orders(self, params: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
+    def follow_orders(
+        self,
+        params: Sequence[Tensor],
+        masters: Sequence[Tensor],
+        is_newer_in_half: Callable[[int], bool],
+    ) -> None:
         """Bring masters to an order that their parameters were given since the last time.
 
         A script may have given a master another one itself, by ``master.data = tensor``: it stays.
+
+        Args:
+            params, masters: all pairs.
+            is_newer_in_half: tells of a row whose order has changed whether its numbers have, too,
+                as by ``p.data = p.data.t()``: the master gets these.
         """
         rows = zip(look_up(Tensor.stride, params), look_up(Tensor.stride, masters), strict=True)
         orders = list(rows)
@@ -84,7 +94,10 @@ class FollowedMemory:
         for row, (param, master, now, then) in enumerate(known):
             if now != then:
                 if now[0] != then[0]:
+                    is_newer = is_newer_in_half(row)
                     self._bring(param, master)
+                    if is_newer:
+                        master.detach().copy_(param.detach())
                 self._bring_kept(master)
                 self._orders[row] = now[0], master.stride()
         self.when_reordered()

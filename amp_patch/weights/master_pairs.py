@@ -193,6 +193,13 @@ class MasterPairs:
         param, master = self.params[row], self.masters[row]
         return same_numbers(master.detach().to(param.dtype), param)
 
+    def _is_newer_in_half(self, row: int) -> bool:
+        """Return whether a half parameter has other numbers than a master that none wrote to."""
+        master = self.masters[row]
+        if self.params[row].shape != master.shape:
+            return False
+        return version_of(master) == self.versions.equal[row] and not self.agree(row)
+
     def left_out(self, versions: list[int]) -> list[Tensor]:
         """Return the half parameters whose masters a step had no gradient for, and did not write.
 
@@ -217,7 +224,7 @@ class MasterPairs:
         """Bring masters to where their parameters were moved to, see `FollowedMemory`."""
         self.memory.follow_devices(self.params, self.masters)
         if not self.are_spread:
-            self.memory.follow_orders(self.params, self.masters)
+            self.memory.follow_orders(self.params, self.masters, self._is_newer_in_half)
 
     def follow_loaded_state(self) -> None:
         """A state was loaded, from before parameters were given another order, perhaps."""

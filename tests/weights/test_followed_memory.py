@@ -225,11 +225,11 @@ def test_who_unscales_hears_of_another_order_once() -> None:
     memory = FollowedMemory(FP32Values(), SteppedState([]), OwnGradients(), None)
     memory.when_reordered = lambda: heard.append(True)
     memory.add(param, master)
-    memory.follow_orders([param], [master])
+    memory.follow_orders([param], [master], lambda row: False)
     assert not heard
     param.data = param.data.contiguous(memory_format=LAST)
     for _ in range(2):
-        memory.follow_orders([param], [master])
+        memory.follow_orders([param], [master], lambda row: False)
     assert heard == [True]
     assert master.stride() == param.stride()
 
@@ -243,7 +243,7 @@ def test_a_gradient_that_no_script_has_written_stays_such() -> None:
     master.grad = torch.ones(SMALL)
     own.note(master)
     param.data = param.data.contiguous(memory_format=LAST)
-    memory.follow_orders([param], [master])
+    memory.follow_orders([param], [master], lambda row: False)
     assert own.has(master)
     assert master.grad.stride() == param.stride()
 
