@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from amp_patch.distributed.shards import any_spread, local
-from amp_patch.kernels.getters import GRAD, IS_SPARSE, VERSION
+from amp_patch.kernels.getters import GRAD, IS_SPARSE, REQUIRES_GRAD, VERSION
 from amp_patch.kernels.without_grad import without_grad
 from amp_patch.warn_once import NOT_THE_USERS, warn_once
 from amp_patch.weights.parameter_lists import (
@@ -114,7 +114,7 @@ class EarlierGradients:
             grads = [earlier.get(id(one), grad) for one, grad in zip(params, new, strict=True)]
         if any_spread(grads) or not grads:
             return new
-        if any(map(IS_SPARSE, chain(grads, new))) or any(map(_REQUIRES_GRAD, new)):
+        if any(map(IS_SPARSE, chain(grads, new))) or any(map(REQUIRES_GRAD, new)):
             grads = [
                 one if one.is_sparse or one.requires_grad or grad.is_sparse else grad
                 for grad, one in zip(grads, new, strict=True)
@@ -212,4 +212,3 @@ def _tell_of_write() -> None:
 
 _HOOKS = operator.attrgetter("_post_accumulate_grad_hooks")
 _IS_VIEW = Tensor._is_view
-_REQUIRES_GRAD = operator.attrgetter("requires_grad")
