@@ -72,15 +72,20 @@ def project(model: nn.Module) -> None:
         param.clamp_(-BOUND, BOUND)
 
 
-def projecting_before(
-    kind: type[Optimizer], everywhere: bool = False, **options: Any
+def acting_before(
+    kind: Callable[..., Optimizer],
+    act: Callable[[nn.Module], None],
+    everywhere: bool,
+    **options: Any,
 ) -> Callable[[nn.Module], Optimizer]:
+    """Return what makes an optimizer whose hook, or a hook of all, acts on the model before it."""
+
     def make(model: nn.Module) -> Optimizer:
-        optimizer = kind(model.parameters(), lr=0.3, **options)
+        optimizer = kind(model.parameters(), **options)
 
         def before(stepped: Optimizer, *_: Any) -> None:
             if stepped is optimizer:
-                project(model)
+                act(model)
 
         if everywhere:
             register_optimizer_step_pre_hook(before)
@@ -253,6 +258,12 @@ class Nested(SGD):
         return super().step(closure)
 
 
+def projecting_before(
+    kind: type[Optimizer], everywhere: bool = False, **options: Any
+) -> Callable[[nn.Module], Optimizer]:
+    return acting_before(kind, project, everywhere, lr=0.3, **options)
+
+
 class ByHand(Optimizer):
     """A step that is not torch's."""
 
@@ -272,20 +283,11 @@ def changing_before(
 ) -> Callable[[nn.Module], Optimizer]:
     """Return what makes an optimizer whose hook changes gradients of the model before each step."""
 
-    def make(model: nn.Module) -> Optimizer:
-        optimizer = kind(model.parameters(), lr=0.05)
+    def change_all(model: nn.Module) -> None:
+        for param in model.parameters():
+            change(param)
 
-        def before(stepped: Optimizer, *_: Any) -> None:
-            for param in model.parameters() if stepped is optimizer else ():
-                change(param)
-
-        if everywhere:
-            register_optimizer_step_pre_hook(before)
-        else:
-            optimizer.register_step_pre_hook(before)
-        return optimizer
-
-    return make
+    return acting_before(kind, change_all, everywhere, lr=0.05)
 
 
 @LEVELS
