@@ -96,6 +96,12 @@ def acting_before(
     return make
 
 
+def projecting_before(
+    kind: type[Optimizer], everywhere: bool = False, **options: Any
+) -> Callable[[nn.Module], Optimizer]:
+    return acting_before(kind, project, everywhere, lr=0.3, **options)
+
+
 @LEVELS
 @pytest.mark.parametrize("fused_step", [False, True])
 @pytest.mark.parametrize(
@@ -256,12 +262,6 @@ class Nested(SGD):
 
     def step(self, closure: Any = None) -> Any:
         return super().step(closure)
-
-
-def projecting_before(
-    kind: type[Optimizer], everywhere: bool = False, **options: Any
-) -> Callable[[nn.Module], Optimizer]:
-    return acting_before(kind, project, everywhere, lr=0.3, **options)
 
 
 class ByHand(Optimizer):
