@@ -40,7 +40,7 @@ class Watch(NamedTuple):
     def written(self) -> list[tuple[Tensor, Tensor]]:
         """Return those that have got a gradient since then, or another one, with it."""
         now = stored_grads(self.params)
-        if are_same(now, self.grads) and _versions(now) == self.versions:  # as nearly always
+        if self._are_as_noted(now):  # as nearly always
             return []
         return [
             (param, grad)
@@ -49,6 +49,13 @@ class Watch(NamedTuple):
             )
             if grad is not None and (grad is not before or grad._version != version)
         ]
+
+    def is_unchanged(self) -> bool:
+        """Return whether no gradient was written to, replaced, cleared or given since then."""
+        return self._are_as_noted(stored_grads(self.params))
+
+    def _are_as_noted(self, now: list[Tensor | None]) -> bool:
+        return are_same(now, self.grads) and _versions(now) == self.versions
 
 
 class ForeignGradients:

@@ -17,6 +17,7 @@ from amp_patch import kernels
 from amp_patch.distributed.shards import local
 from amp_patch.weights.parameter_lists import store_grad, stored_grad
 
+from .foreign_gradients import Watch
 from .param_pairs import ParamPairs
 
 T = TypeVar("T")
@@ -50,12 +51,12 @@ class ScaledGradients:
     def __init__(self) -> None:
         self.scale: float | Tensor | None = None
         self.is_assumed = False
-        self._before: list[tuple[Tensor, Tensor | None, int]] = []
+        self._before = Watch.of([])
         self._copied: list[_Copied] = []
 
     def begin(self, scale: float | Tensor, is_assumed: bool = False) -> None:
         """The gradients that are there now are multiplied by ``scale``."""
-        self._before.clear()
+        self._before = Watch.of([])
         self.scale, self.is_assumed = scale, is_assumed
 
     def go_on(self, scale: float | Tensor) -> None:
@@ -65,7 +66,7 @@ class ScaledGradients:
 
     def forget(self) -> None:
         """There are none any more."""
-        self._before.clear()
+        self._before = Watch.of([])
         self.scale, self.is_assumed = None, False
 
     @torch.no_grad()
@@ -74,10 +75,7 @@ class ScaledGradients:
         if self.scale is not None:
             bring_to(scale, self.scale, [p.grad for p in params if p.grad is not None])
             self.scale = scale
-        self._before = [
-            (param, param.grad, 0 if param.grad is None else param.grad._version)
-            for param in params
-        ]
+        self._before = Watch.of(params)
 
     @contextlib.contextmanager
     def shown(self, pairs: ParamPairs) -> Iterator[None]:
@@ -136,10 +134,7 @@ class ScaledGradients:
 
     def were_written(self) -> bool:
         """Return whether a backward has written to them since `bring_to`."""
-        return not all(
-            param.grad is grad and (grad is None or grad._version == version)
-            for param, grad, version in self._before
-        )
+        return not self._before.is_unchanged()
 
 
 class _Waiting(NamedTuple):

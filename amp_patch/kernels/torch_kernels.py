@@ -74,6 +74,15 @@ class GradCheck:
         """True where any gradient holds inf or NaN. Waits for the device."""
         return any(list(map(Tensor.item, self.found_inf)))
 
+    @property
+    def is_known(self) -> bool:
+        """Whether `nonfinite` can tell."""
+        return True
+
+    def gradients(self) -> list[Tensor] | None:
+        """Return the gradients of the pass; None if they are gone."""
+        return self.grads
+
     def nonfinite(self) -> list[tuple[int, str]]:
         """Return ``(index, "inf" | "NaN" | "inf and NaN")`` of each gradient that is not finite.
 

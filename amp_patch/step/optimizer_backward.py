@@ -190,21 +190,13 @@ class OptimizerBackward:
     def leave_scaled(self, scale: float | Tensor) -> None:
         """End the pass with the gradients scaled, for the next backward to add to."""
         pairs = self.pairs()  # others may have come in the block
-        if self._held.joined:
-            self.joined.leave_to_pass()
-        if self.zeroing.is_watched:
-            self.shown.end_block()
-        self.zeroing.look_at_written(pairs)
+        self._end_backward(pairs)
         self.gradients.delay(pairs, scale)
         self._end_pass()
 
     def receive(self, pairs: ParamPairs, scale: float | Tensor | None) -> TakenPass:
         """End the pass: take its gradients unscaled and checked, see `Gradients.receive`."""
-        if self._held.joined:
-            self.joined.leave_to_pass()
-        if self.zeroing.is_watched:
-            self.shown.end_block()
-        self.zeroing.look_at_written(pairs)
+        self._end_backward(pairs)
         try:
             return self.gradients.receive(pairs, scale)
         finally:
@@ -214,11 +206,7 @@ class OptimizerBackward:
         self, pairs: ParamPairs, scale: float | Tensor | None
     ) -> tuple[GradCheck, Tensors]:
         """Do `receive` for a pass of this optimizer alone, see `Gradients.receive_alone`."""
-        if self._held.joined:
-            self.joined.leave_to_pass()
-        if self.zeroing.is_watched:
-            self.shown.end_block()
-        self.zeroing.look_at_written(pairs)
+        self._end_backward(pairs)
         try:
             return self.gradients.receive_alone(pairs, scale)
         finally:
@@ -240,6 +228,14 @@ class OptimizerBackward:
         self.zeroing.abandon()
         self.pairs()  # others may have come in the block
         self.joined.drop()
+
+    def _end_backward(self, pairs: ParamPairs) -> None:
+        """The backward of the pass is over; nothing was done yet about what it wrote."""
+        if self._held.joined:
+            self.joined.leave_to_pass()
+        if self.zeroing.is_watched:
+            self.shown.end_block()
+        self.zeroing.look_at_written(pairs)
 
     def _end_pass(self) -> None:
         self._foreign.own_passes += 1

@@ -286,15 +286,9 @@ class OptimizerStep:
         if self.masters is not None and self._thread == threading.get_ident():
             self.backward.shown.receive_unscaled()
 
-    def note_data_read(self, stepped: Tensor) -> None:
-        """A script may be about to write to ``stepped.data``, also in a hook after the step."""
-        if self.masters is not None and self._publication.phase is not Phase.STEPS:
-            self.masters.note_data_read(stepped)
-
-    def note_data_set(self, stepped: Tensor) -> None:
-        """A script is about to set ``stepped.data``."""
-        if self.masters is not None and self._publication.phase is not Phase.STEPS:
-            self.masters.note_data_set(stepped)
+    def scripts_masters(self) -> MasterWeights | None:
+        """Return the masters where a script may write to them, also in a hook after the step."""
+        return None if self._publication.phase is Phase.STEPS else self.masters
 
     def _call_own(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method that torch's optimizers do not have, as ``first_step`` of SAM.

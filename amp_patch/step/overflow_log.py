@@ -12,10 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from amp_patch.kernels import GradCheck, values
+from amp_patch.kernels import values
 from amp_patch.kernels.looks import count_nonfinite
 
-from .late_check import LateCheck
 from .loss_scaling import Found
 
 
@@ -82,7 +81,7 @@ class OverflowLog:
         """
         skips = self._last[scaler_id][0].skips + 1 if scaler_id in self._last else 1
         total = sum(len(params) for _, params in found)
-        is_known = bool(found) and all(_is_known(check) for check, _ in found)
+        is_known = bool(found) and all(check.is_known for check, _ in found)
         rows = [Rows(one, name_of) for one in found] if is_known else []
         overflow = Overflow(scaler_id, scale, step_number, None, total, skips)
         self._last[scaler_id] = overflow, rows
@@ -114,7 +113,7 @@ class Rows:
         self._names = [name_of(param) for param in params]
         self._sizes = [param.numel() for param in params]
         self._flags = check.flags()
-        grads = check.gradients() if isinstance(check, LateCheck) else check.grads
+        grads = check.gradients()
         self._counts = None if grads is None else _count(grads)
         if grads is not None:
             self._sizes = [values(grad).numel() for grad in grads]
@@ -133,10 +132,6 @@ class Rows:
             for name, size, (infs, nans) in zip(self._names, self._sizes, pairs, strict=True)
             if infs or nans
         ]
-
-
-def _is_known(check: GradCheck) -> bool:
-    return check.is_known if isinstance(check, LateCheck) else True
 
 
 def _kinds(infs: int, nans: int) -> list[str]:

@@ -219,19 +219,19 @@ class PreparedOptimizers:
 
     def note_data_read(self, param: Tensor) -> None:
         """The ``.data`` of a tensor is about to be read; see `MasterWeights.note_data_read`."""
-        for step in self._steps_with_masters():
-            step.note_data_read(param)
+        for masters in self._scripts_masters():
+            masters.note_data_read(param)
 
     def note_data_set(self, param: Tensor) -> None:
         """The ``.data`` of a tensor is about to be set; see `MasterWeights.note_data_set`."""
-        for step in self._steps_with_masters():
-            step.note_data_set(param)
+        for masters in self._scripts_masters():
+            masters.note_data_set(param)
 
-    def _steps_with_masters(self) -> Iterator[OptimizerStep]:
+    def _scripts_masters(self) -> Iterator[MasterWeights]:
         for reference in [*self._steps] if self._masters else ():
             step = reference()
-            if step is not None:
-                yield step
+            if step is not None and (masters := step.scripts_masters()) is not None:
+                yield masters
 
     def look_again(self, level: OptLevel) -> None:
         """Models were stored in half: those of their parameters that are stepped get masters.
