@@ -11,12 +11,13 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from wrapt import register_post_import_hook, resolve_path
 
 from .imported_modules import bindings, bindings_and_users, imported, is_left_alone
 
+F = TypeVar("F", bound=Callable[..., Any])
 _ABSENT = object()
 #: What `split_path` has found: each `amp.initialize` asks for hundreds of the same paths.
 _SPLIT: dict[str, tuple[str, str]] = {}
@@ -267,6 +268,18 @@ def stood_for(function: Any) -> Any:
     """
     is_ours = is_left_alone(getattr(function, "__globals__", {}).get("__name__", ""))
     return getattr(function, "stands_for", None) if is_ours else None
+
+
+def hide_from_torchscript(wrapper: F, original: Any) -> F:
+    """Have TorchScript, which cannot read a closure, compile what a wrapper calls; return it."""
+    wrapper.__prepare_scriptable__ = lambda: original  # type: ignore[attr-defined]  # our own
+    return wrapper
+
+
+def stand_for(wrapper: F, original: Any) -> F:
+    """Do so, and have `stood_for` tell that the wrapper is in the place of a function of torch."""
+    wrapper.stands_for = original  # type: ignore[attr-defined]  # our own
+    return hide_from_torchscript(wrapper, original)
 
 
 def bind(function: Callable[..., Any], owner: object) -> types.MethodType:

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
+from amp_patch.patching import hide_from_torchscript
+
 from .mode import HALVES, casts_are_on, mode
 from .torch_compile import leave_out
 
@@ -160,8 +162,7 @@ def _filling(original: Function) -> Function:
             args, kwargs = in_its_dtype(name, args, kwargs)
         return original(*args, **kwargs)
 
-    filling.__prepare_scriptable__ = lambda: original  # type: ignore[attr-defined]  # our own
-    return filling
+    return hide_from_torchscript(filling, original)
 
 
 def _bounding(original: Function) -> Function:
@@ -180,8 +181,7 @@ def _bounding(original: Function) -> Function:
             args, kwargs = in_its_dtype(name, args, kwargs)
         return original(*args, **kwargs)
 
-    bounding.__prepare_scriptable__ = lambda: original  # type: ignore[attr-defined]  # our own
-    return bounding
+    return hide_from_torchscript(bounding, original)
 
 
 def _bound(name: str, value: Any, half: torch.dtype) -> Any:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 from torch.nn import functional as F
 
-from amp_patch.patching import Patches, stood_for
+from amp_patch.patching import Patches, hide_from_torchscript, stood_for
 
 from .many_uses import is_used_up, part
 from .meeting_dtypes import layer_norm_of_half
@@ -175,8 +175,7 @@ def _reading(kind: type[nn.Module], call: _Call, original: Callable[..., Any]) -
         weight = _first(self)  # the bias, where a parametrization computes the weight
         return original(self, input if weight is None else _as_stored(input, weight))
 
-    forward.__prepare_scriptable__ = lambda: original  # type: ignore[attr-defined]  # our own
-    return forward
+    return hide_from_torchscript(forward, original)
 
 
 def _taking(original: Callable[..., Any]) -> Any:
@@ -193,8 +192,7 @@ def _taking(original: Callable[..., Any]) -> Any:
             kwargs = {name: map_tensors(cast, value) for name, value in kwargs.items()}
         return original(self, *[map_tensors(cast, value) for value in args], **kwargs)
 
-    forward.__prepare_scriptable__ = lambda: original  # type: ignore[attr-defined]  # our own
-    return forward
+    return hide_from_torchscript(forward, original)
 
 
 def _has_float(values: Iterable[Any]) -> bool:

@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 
+from amp_patch.patching import stand_for
+
 from .argument_casts import is_sparse_on_cpu, tensors_in, to_dtype, to_float
 from .cpu_convolutions import right_on_cpu
 from .many_uses import in_parts, is_used_up, used
@@ -73,10 +75,7 @@ def casting_where_they_meet(function: Function, word: str) -> Function:
             return function(*args, **kwargs)
         return _run(function, word, args, kwargs, loses)
 
-    # TorchScript compiles the original: it cannot read a closure.
-    wrapper.__prepare_scriptable__ = lambda: torchs  # type: ignore[attr-defined]  # our own
-    wrapper.stands_for = torchs  # type: ignore[attr-defined]  # for `installation`
-    return wrapper
+    return stand_for(wrapper, torchs)
 
 
 def _run(

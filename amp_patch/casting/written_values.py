@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
+from amp_patch.patching import hide_from_torchscript
+
 from .added_values import adding_in_float32
 from .argument_casts import to_dtype
 from .half_numbers import within
@@ -116,9 +118,7 @@ def _casting(torchs: Function) -> Function:
             kwargs = _within_but_factors(kwargs, found)
         return original(*args, **kwargs)
 
-    replacement: Any = write
-    replacement.__prepare_scriptable__ = lambda: torchs  # TorchScript casts nothing
-    return write
+    return hide_from_torchscript(write, torchs)
 
 
 def _within_but_factors(kwargs: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:

@@ -13,9 +13,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from amp_patch.casting.libraries.mixtures import widened
+from amp_patch.casting.libraries.mixtures import mixed, widened
 from amp_patch.casting.mode import HALVES
 from amp_patch.kernels.getters import DTYPE
+from amp_patch.patching import hide_from_torchscript
 from amp_patch.weights.fp32_values import FP32Values
 
 _CLASS = "torch.optim.swa_utils.AveragedModel"
@@ -68,16 +69,9 @@ def _lerp_in_place(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     @functools.wraps(original)
     def lerp_(input: Tensor, end: Tensor, weight: Any = None, **kwargs: Any) -> Tensor:
-        end = widened(input, end)
-        if weight is None:  # which torch refuses
-            return original(input, end, **kwargs)
-        if isinstance(weight, Tensor):
-            weight = widened(input, weight)
-        # Some optimizers call it for each parameter: to hand on no dict takes a tenth less.
-        return original(input, end, weight, **kwargs) if kwargs else original(input, end, weight)
+        return mixed(original, input, widened(input, end), weight, kwargs)
 
-    lerp_.__prepare_scriptable__ = lambda: original  # type: ignore[attr-defined]  # TorchScript's
-    return lerp_
+    return hide_from_torchscript(lerp_, original)
 
 
 def _lerp_each(original: Callable[..., Any]) -> Callable[..., Any]:

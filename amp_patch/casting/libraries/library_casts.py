@@ -18,6 +18,7 @@ import torch
 from amp_patch.casting import fused_loss
 from amp_patch.casting.many_uses import used
 from amp_patch.casting.meeting_dtypes import MEETINGS, casting_where_they_meet
+from amp_patch.patching import stand_for
 
 from . import float32_calls, half_calls, promoted_calls
 from .call_arguments import Args, Function, Kwargs
@@ -109,14 +110,7 @@ def _calling(function: Function, run: Run, place: Place) -> Function:
             return function(*args, **kwargs)
         return run(function, args, kwargs)
 
-    return _standing_for(function, wrapper)
-
-
-def _standing_for(function: Function, wrapper: Any) -> Function:
-    # TorchScript compiles the original: it cannot read a closure.
-    wrapper.__prepare_scriptable__ = lambda: function
-    wrapper.stands_for = function  # for `installation`
-    return wrapper  # type: ignore[no-any-return]  # a function, with attributes of our own
+    return stand_for(wrapper, function)
 
 
 def _taking_logits(function: Function, place: Place) -> Function:
@@ -135,7 +129,7 @@ def _counting(function: Function, place: Place) -> Function:
             args, kwargs = used(args, kwargs)
         return function(*args, **kwargs)
 
-    return _standing_for(function, wrapper)
+    return stand_for(wrapper, function)
 
 
 def _widening(method: Function, place: Place) -> Function:
@@ -145,7 +139,7 @@ def _widening(method: Function, place: Place) -> Function:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         return float32_calls.run_widened(method, args, kwargs)
 
-    return _standing_for(method, wrapper)
+    return stand_for(wrapper, method)
 
 
 def _looking_up(function: Function, place: Place) -> Function:

@@ -21,6 +21,7 @@ from torch.nn import Parameter
 from amp_patch.casting.many_uses import in_parts, is_used_up, used
 from amp_patch.casting.mode import HALVES
 from amp_patch.casting.shared_casts import is_recorded
+from amp_patch.patching import stand_for
 
 from .half_sums import sums_at
 
@@ -52,10 +53,7 @@ def looking_up(function: Callable[..., Any]) -> Callable[..., Any]:
             return run(function, *args, **kwargs)
         return function(*args, **kwargs)
 
-    # TorchScript compiles the original: it cannot read a closure.
-    wrapper.__prepare_scriptable__ = lambda: function  # type: ignore[attr-defined]  # our own
-    wrapper.stands_for = function  # type: ignore[attr-defined]  # for `installation`
-    return wrapper
+    return stand_for(wrapper, function)
 
 
 def _of_one_dtype(weight: Any, *others: Any) -> tuple[Any, ...]:

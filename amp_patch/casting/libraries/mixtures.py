@@ -14,8 +14,9 @@ from torch import Tensor
 
 from amp_patch.casting.meeting_dtypes import casting_where_they_meet
 from amp_patch.casting.mode import HALVES, mode
+from amp_patch.patching import stand_for
 
-from .call_arguments import Function
+from .call_arguments import Function, Kwargs
 
 
 def mixing(function: Function) -> Function:
@@ -33,21 +34,26 @@ def mixing(function: Function) -> Function:
 
     @functools.wraps(function)
     def lerp(input: Tensor, end: Tensor, weight: Any = None, **kwargs: Any) -> Any:
-        if weight is None:  # which torch refuses
-            return function(input, end, **kwargs)
-        if mode.stored is not None and input.dtype in HALVES:
+        if mode.stored is not None and input.dtype in HALVES and weight is not None:
             return meeting(input, end, weight, **kwargs)
-        if end.dtype is not input.dtype:
+        if end.dtype is not input.dtype and weight is not None:
             input, end = widened(end, input), widened(input, end)
-        if isinstance(weight, Tensor):
-            weight = widened(input, weight)
-        # Some optimizers call it for each parameter: to hand on no dict takes a tenth less.
-        return function(input, end, weight, **kwargs) if kwargs else function(input, end, weight)
+        return mixed(function, input, end, weight, kwargs)
 
-    # TorchScript compiles the original: it cannot read a closure.
-    lerp.__prepare_scriptable__ = lambda: function  # type: ignore[attr-defined]  # our own
-    lerp.stands_for = function  # type: ignore[attr-defined]  # for `installation`
-    return lerp
+    return stand_for(lerp, function)
+
+
+def mixed(function: Function, input: Tensor, end: Tensor, weight: Any, kwargs: Kwargs) -> Tensor:
+    """Call torch's function of an average, what is mixed in, and perhaps a weight in half."""
+    if weight is None:  # which torch refuses
+        return function(input, end, **kwargs)  # type: ignore[no-any-return]
+    if isinstance(weight, Tensor):
+        weight = widened(input, weight)
+    # Some optimizers call it for each parameter: to hand on no dict takes a tenth less.
+    found: Tensor = (
+        function(input, end, weight, **kwargs) if kwargs else function(input, end, weight)
+    )
+    return found
 
 
 def widened(mean: Tensor, weight: Tensor) -> Tensor:
