@@ -51,6 +51,7 @@ from .weights.forward_methods import ForwardMethods
 from .weights.fp32_values import FP32Values
 from .weights.prepared_models import ModelHooks, ModelRules, PreparedModels
 from .weights.rollback import Snapshot
+from .weights.state_dicts import StateDicts
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # not every build of torch has it
@@ -113,6 +114,7 @@ class Session:
         self.casts.observer = None
         self.scalers: list[LossScaler] = []
         self.history = History()
+        self.state_dicts = StateDicts(self.store)
         self.verbosity: int | str = 1
         self.initialized = False
         self.functions = PatchedFunctions(self.casts, self._registered)
@@ -428,7 +430,7 @@ def _observe_cast_model(model: nn.Module, args: Any, kwargs: Any) -> None:
 def _write_state(
     module: nn.Module, state: OrderedDict[str, Any], prefix: str, metadata: Any
 ) -> None:
-    session.store.write_state(module, state, prefix)
+    session.state_dicts.write_state(module, state, prefix)
 
 
 def _read_state(
@@ -441,13 +443,13 @@ def _read_state(
             "optimizer steps these, or masters of these; got assign=True. Leave it out, or call "
             "amp.deactivate() first."
         )
-    session.store.read_state(module, state, prefix)
+    session.state_dicts.read_state(module, state, prefix)
 
 
 def _before_state(model: nn.Module, prefix: str, keep_vars: bool) -> None:
     session.models.follow_late_modules(model)
     session.optimizers.note_writes()
-    session.store.begin_state(model)
+    session.state_dicts.begin_state(model)
 
 
 def _before_load(model: nn.Module, *_: Any) -> None:

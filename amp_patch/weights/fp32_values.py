@@ -9,26 +9,20 @@ A half buffer has a value as well, where half precision cannot hold it.
 
 from __future__ import annotations
 
-import sys
 import weakref
-from collections import OrderedDict
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
-from itertools import chain
-from typing import Any
+from collections.abc import Iterable, MutableMapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from amp_patch.casting.mode import HALVES
-from amp_patch.distributed.process_groups import is_on
 from amp_patch.distributed.shards import detached, is_spread, place, same_numbers, version_of
 from amp_patch.kernels.graph_capture import captures
 from amp_patch.kernels.without_grad import without_grad
-from amp_patch.warn_once import warn_once
 
 from .alike_values import AlikeValues
-from .half_bits import bits_of, have_same_bits, is_plain
+from .half_bits import have_same_bits
 from .handed_out import HandedOut
 from .versions import NotedValue, Versions
 
@@ -67,16 +61,14 @@ class FP32Values:
         self.writes: dict[int, int] = {}
         self.moves = 0
         self.data_reads = 0
-        self.handed_out = HandedOut(self._take_over, self._is_stepped)
+        self.handed_out = HandedOut(self._take_over, self.is_stepped)
         self.clear()
 
     def clear(self) -> None:
         """Forget every value."""
         self.sums.clear()
         self.writes.clear()
-        self._alike = AlikeValues()
-        self._state_of = 0  # the id of the model whose state dict is being made
-        self._state: weakref.ref[Any] | None = None  # that state dict, once a module has written
+        self.alike = AlikeValues()
         self._values: MutableMapping[Tensor, NotedValue] = WeakTensorKeyDictionary()
         self._came_in: MutableMapping[Tensor, torch.dtype] = WeakTensorKeyDictionary()
         self._stored: MutableMapping[Tensor, None] = WeakTensorKeyDictionary()
@@ -105,7 +97,7 @@ class FP32Values:
 
     def doubt(self, param: Tensor) -> None:
         """A script is about to read a half parameter's ``.data``, to which it may write."""
-        self._alike.doubt(param)
+        self.alike.doubt(param)
         self.data_reads += 1
 
     def note_alias(self) -> None:
@@ -175,6 +167,10 @@ class FP32Values:
         """Return whether a half parameter is the rounded copy of a value, on every rank alike."""
         return param in self._values and param not in self._came_in
 
+    def came_in_half(self, tensor: Tensor) -> bool:
+        """Return whether a parameter came in half, and was not trained before."""
+        return tensor in self._came_in
+
     def is_frozen_half(self, param: Tensor) -> bool:
         """Return whether a parameter came in half and is not trained."""
         return param in self._came_in and not param.requires_grad
@@ -243,11 +239,11 @@ class FP32Values:
     @without_grad
     def exact_ones(self, params: Sequence[Tensor]) -> list[Tensor]:
         """Return what `exact` does of each, all compared at once."""
-        self._compare(params)
+        self.compare(params)
         try:
             return list(map(self._compared_value, params))
         finally:
-            self._alike.clear()
+            self.alike.clear()
 
     @without_grad
     def exact(self, param: Tensor) -> Tensor:
@@ -258,20 +254,20 @@ class FP32Values:
         """
         entry = self._values.get(param)
         if entry is None or not _fits(entry.value, param):
-            return self._as_it_came(param, param.detach().float())
+            return self.as_it_came(param, param.detach().float())
         value: Tensor = detached(entry.value).to(param.device, torch.float32)
         rounded = value.to(param.dtype)
         wins = entry.wins(self.version_of(param)) or have_same_bits(rounded, param)
         if not (wins or same_numbers(rounded, param)):
             value = torch.where(rounded == param, value, param.float())
-        return self._as_it_came(param, value)
+        return self.as_it_came(param, value)
 
     def _compared_value(self, param: Tensor) -> Tensor:
-        """Return what `exact` does, without a look where `_compare` has looked at it before."""
-        known = self._alike.get(param)
-        return self.exact(param) if known is None else self._as_it_came(param, known.detach())
+        """Return what `exact` does, without a look where `compare` has looked at it before."""
+        known = self.alike.get(param)
+        return self.exact(param) if known is None else self.as_it_came(param, known.detach())
 
-    def _as_it_came(self, param: Tensor, value: Tensor) -> Tensor:
+    def as_it_came(self, param: Tensor, value: Tensor) -> Tensor:
         came_in = None if param.requires_grad else self._came_in.get(param)
         if came_in is not None and _can_hold(came_in, value):
             return value.to(came_in)
@@ -310,100 +306,22 @@ class FP32Values:
         entry.note_equal()
         self.loads += 1
 
-    @without_grad
-    def begin_state(self, model: nn.Module) -> None:
-        """A state dict of a model begins: compare at once what its modules ask for one by one.
-
-        On a device each comparison would be waited for. Not buffers, of whose ``.data`` nobody
-        tells who reads it.
-        """
-        self._state_of, self._state = 0, None  # one that raised may have left them
-        if _is_exporting():
-            return
-        modules = list(model.modules())
-        self.handed_out.take_over(modules)
-        self._compare(
-            param for one in modules for param in one._parameters.values() if param is not None
-        )
-        self._state_of = id(model)
-
-    def _compare(self, tensors: Iterable[Tensor]) -> None:
+    def compare(self, tensors: Iterable[Tensor]) -> None:
         """Look which half tensors are their values, rounded; see `AlikeValues`."""
         pairs = [(value, one) for one in tensors if (value := self.value_of(one)) is not None]
-        self._alike.compare(pairs)
+        self.alike.compare(pairs)
 
-    def write_state(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
-        """Put the values of what was converted in ``module`` itself into a state dict."""
-        if not self._has_begun(state):
-            if _is_exporting():
-                return
-            self.handed_out.take_over([module])
-        has_any = bool(module._parameters or module._buffers)
-        is_saved_by_ranks = has_any and is_on()
-        for name, tensor in chain(module._parameters.items(), module._buffers.items()):
-            if tensor is None or prefix + name not in state:
-                continue
-            if tensor.dtype in HALVES or tensor in self._came_in:
-                attached = state[prefix + name].requires_grad  # keep_vars=True, not in torch.func
-                value = state[prefix + name] = self._hand_out(module, tensor, attached)
-                if is_saved_by_ranks:
-                    self.handed_out.note(module, value)
-        if id(module) == self._state_of:  # the last one
-            self._state_of, self._state = 0, None
-            self._alike.clear()
-
-    def _has_begun(self, state: dict[str, Any]) -> bool:
-        """Return whether `begin_state` has asked for all modules what else each has to ask."""
-        if self._state_of and self._state is None and isinstance(state, OrderedDict):
-            self._state = weakref.ref(state)
-        return self._state is not None and self._state() is state
-
-    def _hand_out(self, module: nn.Module, tensor: Tensor, attached: bool) -> Tensor:
-        """Return the value of a half tensor for a state dict, and note it."""
-        # Before the value: what another thread's step writes between the two is then taken for
-        # newer than the value, and not for older.
-        bits = bits_of(tensor) if is_plain(tensor) else None
-        known = self._alike.get(tensor)
-        if known is not None:
-            value = self._as_it_came(tensor, known.detach())
-            is_master = isinstance(known, nn.Parameter) and value.dtype is known.dtype
-        else:
-            value = self.exact(tensor)
-            is_master = self._is_stepped(tensor, value)
-            if is_master and self._is_to_follow(tensor, value):
-                bits = None  # which tell of no write then
-        if attached:
-            value.requires_grad_()
-            if not value.is_inference():
-                value.register_post_accumulate_grad_hook(_tell_of_unused)
-        self.handed_out.add(module, tensor, value, bits, is_master=is_master)
-        return value
-
-    def _is_to_follow(self, tensor: Tensor, master: Tensor) -> bool:
-        """Return whether a master was written to, and its half tensor does not have that yet."""
-        return self.wins(tensor) and not same_numbers(master.to(tensor.dtype), tensor)
-
-    def _is_stepped(self, tensor: Tensor, value: Tensor) -> bool:
+    def is_stepped(self, tensor: Tensor, value: Tensor) -> bool:
         """Return whether a value is a master, whose version tells of most writes."""
         known = self.value_of(tensor)
         return isinstance(known, nn.Parameter) and _share_memory(known, value)
 
     def _take_over(self, tensor: Tensor, written: Tensor) -> None:
-        self._follow(tensor, written)
+        self.enter(tensor, written)
         if not same_numbers(written.to(tensor), tensor):
             tensor.copy_(written)
 
-    @torch.inference_mode(False)  # what is kept of the state must be no inference tensors
-    @torch.no_grad()
-    def read_state(self, module: nn.Module, state: Mapping[str, Any], prefix: str) -> None:
-        """Set the values of ``module`` itself from a state dict that is about to be loaded."""
-        self.handed_out.take_over([module])
-        for name, tensor in chain(module._parameters.items(), module._buffers.items()):
-            new = state.get(prefix + name)
-            if tensor is not None and isinstance(new, Tensor) and new.shape == tensor.shape:
-                self._follow(tensor, new)
-
-    def _follow(self, tensor: Tensor, new: Tensor) -> None:
+    def enter(self, tensor: Tensor, new: Tensor) -> None:
         """Set the value of a parameter or buffer to what is about to be copied into it."""
         entry, came_in = self._values.get(tensor), self._came_in.get(tensor)
         if came_in is not None:
@@ -418,12 +336,6 @@ class FP32Values:
             entry.value.copy_(new)
             entry.note_equal()
             self.loads += 1
-
-
-def _is_exporting() -> bool:
-    """Return whether ONNX's exporter by tracing asks for a state: for the traced parameters."""
-    onnx = sys.modules.get("torch.onnx")  # an import that a script without it need not wait for
-    return onnx is not None and bool(onnx.is_in_onnx_export())
 
 
 def _is_elsewhere(param: Tensor, new: Tensor) -> bool:
@@ -467,13 +379,3 @@ def _can_hold(dtype: torch.dtype, value: Tensor) -> bool:
 
 def _share_memory(one: Tensor, other: Tensor) -> bool:
     return place(one) == place(other)
-
-
-def _tell_of_unused(value: Tensor) -> None:
-    """Warn of a backward that comes to what ``state_dict(keep_vars=True)`` gave."""
-    warn_once(
-        "the values of state_dict(keep_vars=True) are float32 copies for a model in half, and not "
-        "its parameters: what is computed of them trains nothing, and to freeze one freezes "
-        "nothing; got a backward() that adds a gradient to one. Take "
-        "dict(model.named_parameters()) in its place."
-    )

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from amp_patch.kernels.graph_capture import captures
 from amp_patch.weights import fp32_values
 from amp_patch.weights.fp32_values import FP32Values
+from amp_patch.weights.state_dicts import StateDicts
 from amp_patch.weights.versions import Versions
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -176,12 +177,12 @@ def test_a_state_dict_is_written_and_read_in_fp32(numbers: list[float]) -> None:
     values, value = FP32Values(), torch.tensor([numbers])
     values.set(module.weight, torch.zeros(1, 2))
     module.weight.data.zero_()
-    values.read_state(module, {"a.weight": value}, "a.")
+    StateDicts(values).read_state(module, {"a.weight": value}, "a.")
     assert values.loads == 1
     assert not values.wins(module.weight)  # torch loads the parameter now
     module.weight.data.copy_(value)
     state = {"a.weight": module.weight.detach()}
-    values.write_state(module, state, "a.")
+    StateDicts(values).write_state(module, state, "a.")
     assert torch.equal(state["a.weight"], value)
 
 
