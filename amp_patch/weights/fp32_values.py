@@ -268,6 +268,7 @@ class FP32Values:
         return self.exact(param) if known is None else self.as_it_came(param, known.detach())
 
     def as_it_came(self, param: Tensor, value: Tensor) -> Tensor:
+        """Return a value in the dtype that the parameter or buffer came in, if that holds it."""
         came_in = None if param.requires_grad else self._came_in.get(param)
         if came_in is not None and _can_hold(came_in, value):
             return value.to(came_in)
