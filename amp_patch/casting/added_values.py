@@ -91,9 +91,12 @@ def _adds_rows(target: Tensor, args: Args, kwargs: Kwargs) -> bool:
     """Return whether `index_add` would add in half; on a CPU not so rows of dimension 0."""
     if not target.is_cpu:
         return _are_many(target, args, kwargs)
-    if target.dim() < 2 or _given(args, kwargs, 1, "dim") not in (0, -target.dim()):
+    if len(args) > 2:  # as most often
+        dim, index = args[1:3]
+    else:
+        dim, index = _given(args, kwargs, 1, "dim"), _given(args, kwargs, 2, "index")
+    if target.dim() < 2 or dim not in (0, -target.dim()):
         return True
-    index = _given(args, kwargs, 2, "index")
     return kwargs.get("alpha", 1) != 1 or getattr(index, "dtype", None) is not int64
 
 

@@ -12,7 +12,7 @@ and nothing of the rules of functions.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -28,6 +28,8 @@ from .mode import FLOATS, HALVES, casts_are_on, mode
 from .torch_compile import leave_out
 
 Function = Callable[..., Any]
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
 
 #: Methods of Tensor.
 _WRITES = (
@@ -91,47 +93,46 @@ def _casting(torchs: Function) -> Function:
     def write(*args: Any, **kwargs: Any) -> Any:
         target: Any = args[0] if args else kwargs.get("input")
         found = getattr(target, "dtype", None)
-        if (
-            len(args) == 3
-            and values_at == -1
-            and not kwargs
-            # first, as most often: in the tensor's own dtype
-            and (_stays(args[2], found) or (is_set and _is_copied(*args)))
-        ):
-            return torchs(*args)  # which adds nothing: that takes more arguments
-        named = [value for value in kwargs.values() if isinstance(value, Tensor)]
-        values = (*args[values_at:], *named)
-        if len(args) > 1 and all(
-            isinstance(value, Tensor) and value.dtype is found for value in values
-        ):
+        if len(args) > 2 and not kwargs and values_at == -1:  # as most often
+            if isinstance(args[-1], Tensor) and args[-1].dtype is found:
+                # Of three arguments none says to add up.
+                return original(*args) if len(args) > 3 else torchs(*args)
+            if is_set and _is_written_as_it_is(args, found):
+                return torchs(*args)
+        if len(args) > 1 and _are_of(found, args[values_at:], kwargs.values()):
             return original(*args, **kwargs)
-        others = _OTHERS.get(found)
-        if others is None or not (mode.stored is not None or casts_are_on()):
-            return original(*args, **kwargs)
-        for value in (*args, *kwargs.values()) if kwargs else args:
-            if isinstance(value, Tensor) and value.dtype in others:
-                args = tuple([_as(value, target.dtype) for value in args])
-                kwargs = {key: _as(value, target.dtype) for key, value in kwargs.items()}
-                break
-        if found in HALVES:  # a number after the place that it is written to
-            args = (*args[:2], *[within(value, found) for value in args[2:]])
-            kwargs = _within_but_factors(kwargs, found)
+        if found in _OTHERS and (mode.stored is not None or casts_are_on()):
+            args, kwargs = _cast(found, args, kwargs)
         return original(*args, **kwargs)
 
     return hide_from_torchscript(write, torchs)
 
 
-def _within_but_factors(kwargs: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    return {
-        key: value if key in _FACTORS else within(value, dtype) for key, value in kwargs.items()
-    }
+def _is_written_as_it_is(args: Args, found: torch.dtype | None) -> bool:
+    """Tell whether ``target[place] = value`` needs no cast of ours."""
+    return (found not in HALVES and isinstance(args[2], _NUMBERS)) or _is_copied(*args)
 
 
-def _stays(value: Any, found: torch.dtype | None) -> bool:
-    """Tell whether a value is written as it is to a tensor of a dtype."""
-    if isinstance(value, Tensor):
-        return value.dtype is found
-    return isinstance(value, _NUMBERS) and found not in HALVES
+def _are_of(dtype: torch.dtype | None, values: Args, named: Iterable[Any]) -> bool:
+    """Tell whether all that is written is in a dtype; of what is named, tensors alone count."""
+    tensors = [value for value in named if isinstance(value, Tensor)]
+    return all(isinstance(value, Tensor) and value.dtype is dtype for value in (*values, *tensors))
+
+
+def _cast(dtype: Any, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    """Return the arguments of a write to a tensor of a dtype, in that and within its range."""
+    others = _OTHERS[dtype]
+    if any(
+        isinstance(value, Tensor) and value.dtype in others for value in (*args, *kwargs.values())
+    ):
+        args = tuple([_as(value, dtype) for value in args])
+        kwargs = {key: _as(value, dtype) for key, value in kwargs.items()}
+    if dtype in HALVES:  # a number after the place that it is written to
+        args = (*args[:2], *[within(value, dtype) for value in args[2:]])
+        kwargs = {
+            key: value if key in _FACTORS else within(value, dtype) for key, value in kwargs.items()
+        }
+    return args, kwargs
 
 
 def _is_copied(target: Any, place: Any, value: Any) -> bool:
