@@ -20,6 +20,8 @@ from torch.autograd import Function, forward_ad
 from torch.autograd.function import FunctionCtx
 from torch.nn import Module, Parameter
 
+from amp_patch.weak_modules import ModuleTable
+
 from .mode import HALVES
 from .shared_casts import USES, is_in_selective_checkpoint, is_recorded
 
@@ -60,6 +62,8 @@ _further: dict[int, int] = {}
 _loops: set[int] = set()
 #: id of a weight -> its parts.
 _parts: dict[int, _Parts] = {}
+#: model -> what forgets its weights with it.
+_ends: ModuleTable[weakref.finalize[..., Module]] = ModuleTable()
 
 
 def begin_anew() -> None:
@@ -83,15 +87,18 @@ def forget() -> None:
     _further.clear()
     _parts.clear()
     _counts.clear()
+    for model in [*_ends]:
+        _ends.pop(model).detach()
 
 
-def forget_with(model: Module, weights: Iterable[Tensor]) -> weakref.finalize[..., Module]:
+def forget_with(model: Module, weights: Iterable[Tensor]) -> None:
     """Forget weights when a model goes: parts keep them until a backward, which may never come.
 
-    Returns:
-        What does so, to be detached.
+    Only these: not those that an earlier call told for the same model.
     """
-    return weakref.finalize(model, _forget_these, list(map(id, weights)))
+    if model in _ends:
+        _ends.pop(model).detach()
+    _ends[model] = weakref.finalize(model, _forget_these, list(map(id, weights)))
 
 
 def _forget_these(keys: Iterable[int]) -> None:

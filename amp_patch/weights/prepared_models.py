@@ -104,8 +104,6 @@ class PreparedModels:
         self._rules: ModuleTable[ModelRules] = ModuleTable()
         self._probes: ModuleTable[weakref.ref[Tensor]] = ModuleTable()
         self._state_hooks: ModuleTable[_StateHooks] = ModuleTable()
-        # of each model that was stored in half what forgets the uses of its weights with it
-        self._ends: ModuleTable[weakref.finalize[..., nn.Module]] = ModuleTable()
         # of each model that was converted the buffers that came in half, by their paths
         self._converted: ModuleTable[Mapping[str, Tensor]] = ModuleTable()
 
@@ -289,7 +287,7 @@ class PreparedModels:
             self._converted[model] = came_in_half
         if dtype in HALVES:
             self._store.add_stored([*params, *rounded])
-            self._forget_uses_with(model, params)
+            many_uses.forget_with(model, params)
         for buffer, original in rounded.items():
             self._store.set_buffer(buffer, original)
         for param, original in params.items():
@@ -302,11 +300,6 @@ class PreparedModels:
             if original.grad is not None:
                 param.grad = original.grad.to(param.dtype)
         return [*params, *rounded]
-
-    def _forget_uses_with(self, model: nn.Module, weights: Collection[Tensor]) -> None:
-        if model in self._ends:
-            self._ends[model].detach()
-        self._ends[model] = many_uses.forget_with(model, weights)
 
     def _attach(self, model: nn.Module, level: OptLevel, rules: ModelRules) -> None:
         """Put the hooks of ``level`` on a model, in place of those of an earlier level."""

@@ -392,6 +392,21 @@ def test_deactivate_forgets_whose_uses_were_many(amp: ModuleType) -> None:
     assert not many_uses.is_used_up(model.weight)  # another one may have its id by now
 
 
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_deactivate_leaves_nothing_that_waits_for_the_end_of_a_model(
+    amp: ModuleType, level: str
+) -> None:
+    """Else each stage of a training, which initializes the model anew, leaves a list of ids."""
+    model = nn.Linear(4, 4)
+    waiting = []
+    for _ in range(3):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        amp.deactivate()
+        waiting.append(len(weakref.finalize._registry))  # type: ignore[attr-defined]  # private
+    assert len(set(waiting)) == 1
+
+
 def plain_backward(loss: Tensor, own: dict[str, nn.Parameter]) -> None:
     loss.backward()
 
