@@ -78,7 +78,7 @@ class Patches:
     def __init__(self) -> None:
         # Owners are held weakly: a patched optimizer that the user drops must go. The last says
         # whether the two before it, what was there and what is there now, are, too.
-        self._undo: list[tuple[Callable[[], Any], str, Any, Any, bool]] = []
+        self._undo: list[tuple[Callable[[], Any], Any, Any, Any, bool]] = []
         self._originals: dict[int, tuple[Any, Any]] = {}
         self._left_alone: set[str] = set()
         self._users_only = False
@@ -86,21 +86,22 @@ class Patches:
     def __bool__(self) -> bool:
         return bool(self._undo)
 
-    def replace(self, owner: Any, name: str, new: Any, *, weakly: bool = False) -> None:
+    def replace(self, owner: Any, name: Any, new: Any, *, weakly: bool = False) -> None:
         """Set ``owner.name`` to ``new`` and record how to restore it.
 
         Args:
+            owner: of which ``name`` is an attribute; or a dict, of which it is a key.
             weakly: record neither what was there nor ``new`` in a way that keeps it, for either
                 may keep the owner, as its bound methods do. Then ``new`` must keep what it
                 replaces.
         """
-        old, current = vars(owner).get(name, _ABSENT), new
+        old, current = _held_by(owner).get(name, _ABSENT), new
         if weakly:
             old, current = _reference_to(old), _reference_to(new)
         # Before it is set: Ctrl-C may come between the two, and what is not there is not undone.
         self._undo.append((_reference_to(owner), name, old, current, weakly))
         try:
-            setattr(owner, name, new)
+            _set(owner, name, new)
         except Exception:  # it is refused
             self._undo.pop()
             raise
@@ -169,16 +170,16 @@ class Patches:
         return list(users)
 
     @staticmethod
-    def _restore(reference: Callable[[], Any], name: str, old: Any, new: Any, weakly: bool) -> None:
+    def _restore(reference: Callable[[], Any], name: Any, old: Any, new: Any, weakly: bool) -> None:
         owner = reference()
         if weakly:
             old, new = old(), new()
-        if owner is None or vars(owner).get(name, _ABSENT) is not new:
+        if owner is None or _held_by(owner).get(name, _ABSENT) is not new:
             return
         if old is _ABSENT:
             delattr(owner, name)
         else:
-            setattr(owner, name, old)
+            _set(owner, name, old)
 
 
 def set_class(objects: Iterable[Any], new: type[Any]) -> None:
@@ -220,6 +221,17 @@ def put(holder: Any, key: Any, new: Any) -> None:
 def take_away(holder: Any, name: str) -> None:
     """Delete an attribute of an object, whatever its class overrides."""
     object.__delattr__(holder, name)
+
+
+def _held_by(owner: Any) -> Mapping[Any, Any]:
+    return owner if isinstance(owner, dict) else vars(owner)
+
+
+def _set(owner: Any, name: Any, value: Any) -> None:
+    if isinstance(owner, dict):
+        owner[name] = value
+    else:
+        setattr(owner, name, value)
 
 
 def _reference_to(owner: Any) -> Callable[[], Any]:

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from amp_patch.patching import Patches
 
-from .mode import mode
+from .mode import PROCESS, mode
 
 
 def install(patches: Patches) -> None:
@@ -45,7 +45,7 @@ def _noting(original: Callable[..., None]) -> Callable[..., None]:
         original(self)
         # `torch_sites` has torch's checkpoints repeat their forward alone in its mode: hooks that
         # the backward within theirs calls are to run as those of all others.
-        if self._forward_cls is not CheckpointFunction and not mode.is_of_process():
+        if not _is_torchs_checkpoint(self) and not mode.is_of_process():
             setattr(self, _NOTED, mode.note())
 
     return init
@@ -57,9 +57,15 @@ def _in_noted_mode(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def apply(self: Any, *grads: Any) -> Any:
         noted = getattr(self, _NOTED)
+        if noted is None and not mode.is_of_process() and not _is_torchs_checkpoint(self):
+            noted = PROCESS  # a hook calls a backward, say
         return original(self, *grads) if noted is None else mode.run(noted, original, self, *grads)
 
     return apply
+
+
+def _is_torchs_checkpoint(node: Any) -> bool:
+    return node._forward_cls is CheckpointFunction
 
 
 # What nodes have the mode by: their own attribute, None of the class for all others.

@@ -263,6 +263,8 @@ def _is_entered(region: Any, current: Any) -> bool:
 
 # What a call's mode is, wherever it runs: the rest says what is open in the thread.
 _NOTED = ("dtype", "level", "off", "region", "region_dtype", "stored")
+#: What `CastMode.note` returns where the process alone says what is cast.
+PROCESS = dict.fromkeys(_NOTED, None) | {"off": False}
 process = ProcessMode()
 mode = CastMode()
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from amp_patch.casting.gradient_hooks import own
 from amp_patch.distributed.shards import any_spread, local
 from amp_patch.kernels.getters import GRAD, IS_SPARSE, REQUIRES_GRAD, VERSION
 from amp_patch.kernels.without_grad import without_grad
@@ -172,7 +173,7 @@ def reading_hooks(params: Iterable[Tensor]) -> Iterator[Callable[..., Any]]:
     Not those that step: at a scale of 1 they get what a step has added up, else they are refused.
     """
     for hooks in filter(None, map(_HOOKS, params)):
-        for hook in hooks.values():
+        for hook in map(own, hooks.values()):
             code: Any = getattr(hook, "__code__", None)
             if code is None or code.co_filename.startswith(NOT_THE_USERS):
                 continue

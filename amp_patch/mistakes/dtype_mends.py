@@ -188,8 +188,7 @@ MEND_OF_A_GRADIENT = (
 )
 MEND_OF_A_HOOK = (
     "A hook must return its gradient's own dtype, which is half for what such a function has "
-    "returned: write g * mask.to(g.dtype). What a hook computes by products of matrices and "
-    "convolutions is in half precision, too: decorate it by `@amp.disable_casts()`."
+    "returned: write g * mask.to(g.dtype)."
 )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from amp_patch.casting import torch_sites
+from amp_patch.casting import gradient_hooks, torch_sites
 from amp_patch.casting.mode import HALVES
 from amp_patch.distributed import unsynced
 from amp_patch.distributed.unsynced import Unsynced
@@ -201,6 +201,8 @@ class Guard:
         self.unprepared.find(list(self._models.levels), self._optimizers)
         for step in self._optimizers.steps.values():
             step.backward.follow_strays(self.unprepared)
+        casting = [model for model in models if self._models.levels[model].casts_functions]
+        gradient_hooks.follow(casting, patches)
         halves = [model for model in models if self._models.levels[model].stores_half]
         for model in halves:
             level, kept = self._models.levels[model], self._models.kept_inputs(model)
@@ -214,8 +216,7 @@ class Guard:
                 **master_hooks.replacements(param_of),
             }
             torch_sites.replace(patches, {**averages.OF_HALVES, **of_masters})
-        casts = any(self._models.levels[model].casts_functions for model in models)
-        if (halves or casts) and not self._explains:
+        if (halves or casting) and not self._explains:
             self._explains = True
             hook = explaining(sys.excepthook, self._models.levels)
             patches.replace(sys, "excepthook", hook)

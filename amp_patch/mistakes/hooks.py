@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from amp_patch.casting import gradient_hooks
+from amp_patch.casting.torch_compile import never_trace
 from amp_patch.gradients.earlier_gradients import reading_hooks
 from amp_patch.warn_once import warn_once
 
@@ -51,25 +53,36 @@ def replacements(scaled_models: _Models, param_of: _ParamOf) -> dict[str, Callab
         scaled_models: returns the prepared models, if losses are multiplied by a scale.
         param_of: returns the half parameter of a master, and any other tensor itself.
     """
-    return {
+    telling = {
         path: functools.partial(_telling, scaled_models, param_of, what)
         for path, what in _METHODS.items()
     }
+    return {**telling, "torch.autograd.graph.register_multi_grad_hook": _without_casts}
 
 
 def _telling(
     scaled_models: _Models, param_of: _ParamOf, what: str, original: Callable[..., Any]
 ) -> Callable[..., Any]:
     @functools.wraps(original)
-    def register(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def register(self: Any, hook: Any, *args: Any, **kwargs: Any) -> Any:
         caller = str(sys._getframe(1).f_globals.get("__name__")).partition(".")[0]
         if caller not in _NO_SCRIPTS:
             self = self if isinstance(self, nn.Module) else param_of(self)
-            if _concerns(self, scaled_models()) and not (args and _suits_any_scale(args[0])):
+            if _concerns(self, scaled_models()) and not _suits_any_scale(hook):
                 _tell(what)
-        return original(self, *args, **kwargs)
+            hook = gradient_hooks.in_its_mode(hook)
+        return original(self, hook, *args, **kwargs)
 
     return register
+
+
+def _without_casts(original: Callable[..., Any]) -> Callable[..., Any]:
+    @never_trace
+    @functools.wraps(original)
+    def register_multi_grad_hook(tensors: Any, fn: Any, **kwargs: Any) -> Any:
+        return original(tensors, gradient_hooks.in_its_mode(fn), **kwargs)
+
+    return register_multi_grad_hook
 
 
 def _suits_any_scale(hook: Any) -> bool:
@@ -94,7 +107,7 @@ def tell_of_earlier(models: Iterable[nn.Module]) -> None:
     modules = [module for model in models for module in model.modules()]
     tensors: Iterable[Tensor] = chain.from_iterable(model.parameters() for model in models)
     hooks = chain.from_iterable((tensor._backward_hooks or {}).values() for tensor in tensors)
-    if not all(map(_suits_any_scale, hooks)):
+    if not all(map(_suits_any_scale, map(gradient_hooks.own, hooks))):
         _tell(_METHODS["torch.Tensor.register_hook"])
     tensors = chain.from_iterable(model.parameters() for model in models)
     if not all(map(_suits_any_scale, reading_hooks(tensors))):

@@ -54,6 +54,14 @@ def test_one_from_before_initialize_is_told_there(amp: ModuleType, on: str) -> N
         amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
 
 
+def test_a_mask_that_was_registered_while_amp_was_on_is_no_reason_to_warn(amp: ModuleType) -> None:
+    prepared(amp, "O1")
+    model, optimizer = make()
+    mask = torch.ones_like(model.first.weight)
+    model.first.weight.register_hook(lambda grad: grad * mask)
+    amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+
+
 def test_what_the_warning_says_makes_the_hook_right(amp: ModuleType) -> None:
     """And is no reason to be warned."""
     (exact, plain), (model, optimizer) = make(), prepared(amp, "O1")
