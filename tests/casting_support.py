@@ -6,6 +6,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils import _pytree
 
@@ -26,6 +27,10 @@ LISTS = {
     "promote": rules.PROMOTE,
     "banned": rules.BANNED,
 }
+
+ANY_DTYPE = st.sampled_from(
+    [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.int64]
+)
 
 
 def activate(amp, opt_level="O1", model=None, **options):
@@ -93,6 +98,16 @@ def half_kernels_as_on_cuda():
     made_anew = mock.patch.object(session.casts, "kept", KeptWrappers())
     with mock.patch.dict(rules.ROUNDED_ONCE, as_cuda), made_anew:
         yield
+
+
+@contextlib.contextmanager
+def casts_on():
+    """Casts of O1 for one example of a property: torch stays unpatched, only decorators act."""
+    process.dtype, process.devices = torch.float16, frozenset({"cpu"})
+    try:
+        yield
+    finally:
+        process.reset()
 
 
 def existing(path):

@@ -9,14 +9,12 @@ A wrapper is a plain closure: torch.compile traces into one, and passes over a p
 from __future__ import annotations
 
 import functools
-import types
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling, is_dynamo_compiling
-from torch.overrides import has_torch_function
+from torch.compiler import is_compiling
 
 from amp_patch.patching import stood_for
 from amp_patch.warn_once import warn_once
@@ -24,24 +22,31 @@ from amp_patch.warn_once import warn_once
 from . import fused_loss
 from .added_values import adding_in_float32
 from .argument_casts import (
-    dtypes_in,
     float_on_cpu,
     holds_half,
     is_half,
-    is_on_cast_device,
     is_sparse_on_cpu,
-    need_no_cast,
     tensors_in,
     to_dtype,
     to_float,
+)
+from .call_checks import (
+    all_stay,
+    are_handed_on,
+    are_mixed,
+    asks_for_dtype,
+    is_in_torchs_c,
+    is_left_alone,
+    is_unreplaced,
+    name_of,
 )
 from .cpu_convolutions import right_on_cpu
 from .kept_wrappers import KeptWrappers
 from .mode import FLOATS, HALVES, OFF, mode, process
 from .rules import ROUNDED_ONCE
 from .shared_casts import shared_cast
+from .told_casts import Observer, telling, telling_cast
 from .usual_calls import (
-    AUTOGRAD,
     CELLS,
     CONTRACTIONS,
     LAYERS,
@@ -49,7 +54,6 @@ from .usual_calls import (
     PRODUCTS,
     SUMS,
     added_product,
-    below_autograd,
     casts_by_grad,
     cell,
     contraction,
@@ -74,7 +78,7 @@ class Casts:
 
     def __init__(self, cache: WeightCache) -> None:
         self._cache = cache
-        self.observer: Callable[[str], None] | None = None
+        self.observer: Observer | None = None
         self.kept = KeptWrappers()
         self._rules: dict[str, Callable[[Function], Function]] = {
             "half": functools.partial(self._casting, None),
@@ -100,8 +104,8 @@ class Casts:
             alone: let no other rule act inside of it.
         """
         wrapper = self._rules[rule](_alone(function) if alone else function)
-        if self.observer is not None and rule in _REPORTS:
-            wrapper = _observed(wrapper, function, _REPORTS[rule], self.observer)
+        if self.observer is not None:
+            wrapper = telling(wrapper, function, rule, self.observer)
         # The kernel stands in for cross_entropy by its usual rule; not where a user has asked for
         # float32 by a rule of their own, which is torch's function of a cast.
         if rule == "float" and not alone and fused_loss.has_kernel(function):
@@ -117,8 +121,8 @@ class Casts:
         cast_weight = self._cache.cast
         # What torch does in C writes to no argument, and keeps none but for its backward.
         torchs = _beneath(original)
-        cast_activation = shared_cast if _is_in_torchs_c(torchs) else None
-        takes_sparse = _name(original) in _TAKE_SPARSE
+        cast_activation = shared_cast if is_in_torchs_c(torchs) else None
+        takes_sparse = name_of(original) in _TAKE_SPARSE
         original = right_on_cpu(original)
 
         @functools.wraps(original)
@@ -130,7 +134,7 @@ class Casts:
             if takes_sparse and not is_compiling() and any(map(is_sparse_on_cpu, args)):
                 return original(*map(float_on_cpu, args), **kwargs)
             dtype = fixed or dtype
-            if _stay(args, kwargs, _OTHERS[dtype]) or _are_handed_on(args, kwargs):
+            if all_stay(args, kwargs, _OTHERS[dtype]) or are_handed_on(args, kwargs):
                 return original(*args, **kwargs)
             # What torch.compile traces must not depend on casts that outlive an iteration.
             casts = (to_dtype, None) if is_compiling() else (cast_weight, cast_activation)
@@ -139,7 +143,7 @@ class Casts:
             return original(*[to_dtype(value, dtype, *casts) for value in args], **kwargs)
 
         usual = next((make for functions, make in _USUAL if torchs in functions), None)
-        if usual is None or not _is_unreplaced(torchs):
+        if usual is None or not is_unreplaced(torchs):
             return wrapper
         casts_now = casts_by_grad(self._cache.cast_plainly, self._cache.cast_now)
         return usual(casts_now, fixed, original, wrapper)
@@ -150,14 +154,14 @@ class Casts:
         A half input stays as it is where torch's kernel for it rounds once, as this does.
         """
         cast_weight = self._cache.cast
-        cast = to_dtype if self.observer is None else _told(self.observer, _name(original))
-        devices = ROUNDED_ONCE.get(_name(original), ())
+        cast = to_dtype if self.observer is None else telling_cast(self.observer, name_of(original))
+        devices = ROUNDED_ONCE.get(name_of(original), ())
 
         @functools.wraps(original)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             dtype = mode.dtype or process.dtype
             compiling = is_compiling()
-            if dtype is OFF or _untouched(kwargs) or _asks_for_dtype(args, kwargs):
+            if dtype is OFF or is_left_alone(kwargs) or asks_for_dtype(args, kwargs):
                 return original(*args, **kwargs)
             source: Any = args[0] if args else kwargs.get("input")
             inside, weight = torch.float32, None
@@ -180,39 +184,9 @@ _USUAL = (
 )
 
 
-def _are_handed_on(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Tell whether torch hands the call on to an object that is no tensor, and holds one perhaps.
-
-    The tensors beside it stay as they are: nobody can cast what it holds.
-    """
-    given = (*args, *kwargs.values()) if kwargs else args
-    return has_torch_function(given) and any(
-        hasattr(type(one), "__torch_function__") and not isinstance(one, Tensor) for one in given
-    )
-
-
-def _name(function: Function) -> str:
-    """Return a function's name; that of its class for what has none, as ``functools.partial``."""
-    return str(getattr(function, "__name__", type(function).__name__))
-
-
 def _beneath(function: Function) -> Function:
     """Return the function that one stands for, which was patched for a model in half, or itself."""
     return stood_for(function) or function
-
-
-def _is_unreplaced(function: Function) -> bool:
-    """Tell torch's own function from one that stood in its place before amp_patch was imported."""
-    if type(function) is types.FunctionType:  # a proxy of one says that it is an instance
-        return function.__globals__ is vars(torch.functional)
-    return _is_in_torchs_c(function)
-
-
-def _is_in_torchs_c(function: Function) -> bool:
-    if type(function) is types.MethodDescriptorType:
-        return issubclass(Tensor, function.__objclass__)
-    of_torch = str(function.__module__).partition(".")[0] == "torch"
-    return of_torch and type(function) is types.BuiltinFunctionType
 
 
 #: Products of two matrices of which one may be sparse.
@@ -221,53 +195,6 @@ _TAKE_SPARSE = frozenset({"__matmul__", "__rmatmul__", "addmm", "dsmm", "matmul"
 
 #: What is cast to each half dtype.
 _OTHERS = {half: frozenset(FLOATS) - {half} for half in HALVES}
-
-
-#: What an observer hears of, by rule: the dtypes that are cast, and apex's words for it. Of
-#: "half_out" it hears by `_told`, for what that casts depends on the call.
-_REPORTS = {
-    "half": ((torch.float32,), "Float->Half"),
-    "bfloat16": ((torch.float32,), "Float->BFloat16"),
-    "float": (HALVES, "Half->Float"),
-    "float_dtype": (HALVES, "Half->Float"),
-}
-
-
-def _observed(
-    wrapper: Function,
-    function: Function,
-    report: tuple[tuple[torch.dtype, ...], str],
-    observer: Callable[[str], None],
-) -> Function:
-    """Return a wrapper that tells of the tensors it gets in a dtype that its rule casts."""
-    dtypes, words = report
-
-    @functools.wraps(function)
-    def observed(*args: Any, **kwargs: Any) -> Any:
-        on = (mode.dtype or process.dtype) is not OFF and not is_compiling()
-        # softmax() calls the method of the same name, and gives it the dtype
-        asked = any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values()))
-        if on and not asked and not _untouched(kwargs):
-            for tensor in tensors_in((args, kwargs)):
-                if tensor.dtype in dtypes and tensor.device.type in process.devices:
-                    observer(f"{words} ({_name(function)})")
-        return wrapper(*args, **kwargs)
-
-    return observed
-
-
-def _told(observer: Callable[[str], None], name: str) -> Function:
-    """Return `to_dtype` for a function, telling of each tensor that it casts from or to fp32."""
-
-    def cast(value: Any, dtype: torch.dtype, weight: Function | None = None) -> Any:
-        dtypes, words = _REPORTS["half" if dtype in HALVES else "float"]
-        if not is_compiling():
-            for found in dtypes_in(value):
-                if found in dtypes:
-                    observer(f"{words} ({name})")
-        return to_dtype(value, dtype, weight)
-
-    return cast
 
 
 def _alone(original: Function) -> Function:
@@ -289,7 +216,7 @@ def _mapping(cast: Callable[[Any], Any], original: Function) -> Function:
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if (mode.dtype or process.dtype) is OFF or _stay(args, kwargs, HALVES):
+        if (mode.dtype or process.dtype) is OFF or all_stay(args, kwargs, HALVES):
             return original(*args, **kwargs)
         if kwargs:
             kwargs = {key: cast(value) for key, value in kwargs.items()}
@@ -314,7 +241,7 @@ def _setting_dtype(original: Function) -> Function:
             return original(*args, **kwargs)
         if (kwargs and kwargs.get("dtype")) or (mode.dtype or process.dtype) is OFF:
             return original(*args, **kwargs)
-        if _stay(args, kwargs, HALVES) or torch.dtype in list(map(type, args)):
+        if all_stay(args, kwargs, HALVES) or torch.dtype in list(map(type, args)):
             return original(*args, **kwargs)
         if not holds_half(args) and not holds_half(kwargs.values()):
             return original(*args, **kwargs)
@@ -328,19 +255,15 @@ def _setting_dtype(original: Function) -> Function:
     return length(original, wrapper) if is_norm else wrapper
 
 
-def _asks_for_dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return bool(kwargs and kwargs.get("dtype")) or torch.dtype in list(map(type, args))
-
-
 def _promoting(original: Function) -> Function:
     """Wrap a function that takes one dtype only: mixed arguments become fp32."""
     original = adding_in_float32(original)
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if (mode.dtype or process.dtype) is OFF or _untouched(kwargs):
+        if (mode.dtype or process.dtype) is OFF or is_left_alone(kwargs):
             return original(*args, **kwargs)
-        if _are_mixed(args, kwargs):
+        if are_mixed(args, kwargs):
             args = tuple(to_float(value) for value in args)
             kwargs = {key: to_float(value) for key, value in kwargs.items()}
         return original(*args, **kwargs)
@@ -363,33 +286,13 @@ def _writing(original: Function) -> Function:
     return wrapper
 
 
-def _are_mixed(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Tell whether tensors that a cast may touch come in several dtypes."""
-    first: Any = None
-    for value in (*args, *kwargs.values()) if kwargs else args:
-        if isinstance(value, Tensor):
-            if value.dtype not in FLOATS:
-                continue
-            if first is None:
-                first = value
-            elif value.dtype is not first.dtype:
-                if is_on_cast_device(value) and is_on_cast_device(first):
-                    return True
-                break
-        elif isinstance(value, (list, tuple, dict)):
-            break
-    else:  # as an embedding bag's: a look into containers takes several times as long
-        return False
-    return len(set(dtypes_in((args, kwargs)))) > 1
-
-
 def _banned(original: Function) -> Function:
     """Wrap a function that is unsafe in half: refused as torch.amp refuses it, but on the CPU."""
     in_float = _mapping(float_on_cpu, original)
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        on = (mode.dtype or process.dtype) is not OFF and not _untouched(kwargs)
+        on = (mode.dtype or process.dtype) is not OFF and not is_left_alone(kwargs)
         kinds = {tensor.device.type for tensor in tensors_in((args, kwargs))}
         if on and kinds & process.devices - {"cpu"}:
             raise RuntimeError(
@@ -414,7 +317,7 @@ def _refusing(original: Function) -> Function:
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        on = (mode.dtype or process.dtype) is not OFF and not _untouched(kwargs)
+        on = (mode.dtype or process.dtype) is not OFF and not is_left_alone(kwargs)
         if on and holds_half((*args, *kwargs.values())):
             raise NotImplementedError(
                 f"{original.__name__} must not run on half tensors, whose range its result "
@@ -424,27 +327,3 @@ def _refusing(original: Function) -> Function:
         return original(*args, **kwargs)
 
     return wrapper
-
-
-def _stay(args: tuple[Any, ...], kwargs: dict[str, Any], others: Collection[torch.dtype]) -> bool:
-    """True for a call whose arguments stay: they need no cast, or must be left alone."""
-    # Not asked while torch.compile traces, which would look at each argument for long.
-    is_right = not is_dynamo_compiling() and need_no_cast(args, others)
-    if is_right and (not kwargs or need_no_cast(kwargs.values(), others)):
-        return True
-    return _untouched(kwargs)
-
-
-def _untouched(kwargs: dict[str, Any]) -> bool:
-    """True for a call that casts must leave alone.
-
-    Writing to ``out=`` cannot be redirected. And torch's own decompositions (of torch.compile
-    and export) call the patched functions from inside the dispatcher, below autograd, where
-    each dtype is what the operator's definition says.
-    """
-    if kwargs and kwargs.get("out") is not None:
-        return True
-    if is_dynamo_compiling():  # which cannot trace the next line
-        return False
-    is_below = below_autograd(AUTOGRAD)
-    return is_below and not is_compiling() and not torch.is_inference_mode_enabled()

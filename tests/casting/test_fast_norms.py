@@ -278,60 +278,6 @@ def test_many_rows_leave_the_gradient_of_a_bias_right(amp: ModuleType) -> None:
     assert torch.equal(norm.bias.grad, torch.full((8,), float(rows)))
 
 
-# -- what is printed at verbosity=2 --------------------------------------------------------------
-
-UP, DOWN = "Half->Float ({})", "Float->Half ({})"
-
-
-@pytest.mark.parametrize("opt_level", HALVES)
-@pytest.mark.parametrize("as_on_cuda", [False, True])
-def test_each_cast_is_printed(
-    amp: ModuleType, capsys: pytest.CaptureFixture[str], opt_level: str, as_on_cuda: bool
-) -> None:
-    x, (weight, bias) = torch.randn(4, 8), parameters()
-    half = x.to(HALVES[opt_level])
-    calls: list[tuple[str, Callable[[], Any], list[str]]] = [
-        # the result alone, for all is computed in float32
-        ("layer_norm", lambda: F.layer_norm(x, (8,), weight, bias), [DOWN]),
-        # the weight and the bias, for a kernel of half tensors; else the input, and the result
-        (
-            "layer_norm",
-            lambda: F.layer_norm(half, (8,), weight, bias),
-            [DOWN, DOWN] if as_on_cuda else [UP, DOWN],
-        ),
-        (
-            "layer_norm",
-            lambda: F.layer_norm(input=half, normalized_shape=(8,)),
-            [] if as_on_cuda else [UP, DOWN],
-        ),
-        ("softmax", lambda: F.softmax(x, -1), [DOWN]),
-        ("softmax", lambda: F.softmax(half, -1), []),
-        ("softmax", lambda: half.softmax(-1, dtype=F32), []),
-        ("softmax", lambda: x.double().softmax(-1), []),
-    ]
-    with half_kernels_as_on_cuda() if as_on_cuda else contextlib.nullcontext():
-        amp.initialize(nn.Linear(1, 1), opt_level=opt_level, rules=PROFILE, verbosity=2)
-        for name, call, lines in calls:
-            capsys.readouterr()
-            call()
-            found = capsys.readouterr().out.splitlines()
-            assert found == [line.format(name) for line in lines]
-        with amp.disable_casts():
-            F.softmax(x, -1)
-        assert capsys.readouterr().out == ""
-
-
-def test_what_is_compiled_prints_nothing(
-    amp: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = amp.initialize(nn.LayerNorm(8), opt_level="O1", rules=PROFILE, verbosity=2)
-    capsys.readouterr()
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    assert compiled(torch.randn(4, 8).half()).dtype is F16
-    assert capsys.readouterr().out == ""
-    torch._dynamo.reset()
-
-
 # -- with other rules ----------------------------------------------------------------------------
 
 

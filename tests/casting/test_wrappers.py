@@ -1,6 +1,5 @@
 """What the patched functions compute, on real tensors: torch's CUDA autocast is the oracle."""
 
-import contextlib
 import pickle
 import threading
 from collections import OrderedDict, defaultdict, namedtuple
@@ -8,7 +7,7 @@ from collections import OrderedDict, defaultdict, namedtuple
 import autocast_oracle as oracle
 import pytest
 import torch
-from casting_support import HALVES, activate, as_dtypes, existing
+from casting_support import ANY_DTYPE, HALVES, activate, as_dtypes, casts_on, existing
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -18,7 +17,6 @@ from torch.utils import _pytree
 
 import amp_patch.amp
 from amp_patch.casting import rules as cast_rules
-from amp_patch.casting.mode import process
 from amp_patch.casting.targets import rule_targets
 
 # An operator that only a build with cuDNN can run.
@@ -162,10 +160,9 @@ def test_every_operator_has_the_dtypes_of_autocast_and_the_values_of_float64(amp
 
 
 Pair = namedtuple("Pair", "first second")
-DTYPE = st.sampled_from(
-    [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.int64]
+LEAVES = st.one_of(
+    ANY_DTYPE.map(lambda dtype: torch.ones(2, dtype=dtype)), st.integers(), st.none()
 )
-LEAVES = st.one_of(DTYPE.map(lambda dtype: torch.ones(2, dtype=dtype)), st.integers(), st.none())
 TREES = st.recursive(
     LEAVES,
     lambda inner: st.one_of(
@@ -182,16 +179,6 @@ EXPECTED = {
     "bfloat16_function": {torch.float32: torch.bfloat16, torch.float16: torch.bfloat16},
     "float_function": {torch.float16: torch.float32, torch.bfloat16: torch.float32},
 }
-
-
-@contextlib.contextmanager
-def casts_on():
-    """Casts of O1 for one example of a property: torch stays unpatched, only decorators act."""
-    process.dtype, process.devices = torch.float16, frozenset({"cpu"})
-    try:
-        yield
-    finally:
-        process.reset()
 
 
 def same_objects(tree):
@@ -218,35 +205,6 @@ def test_nested_arguments_are_cast_and_the_callers_containers_are_not_changed(
         else:
             assert result.dtype is expected
     assert [t.dtype for t in leaves if isinstance(t, torch.Tensor)] == dtypes
-
-
-@given(dtypes=st.lists(DTYPE, min_size=1, max_size=4))
-def test_promote_casts_up_only_where_floating_dtypes_are_mixed(dtypes):
-    function = amp_patch.amp.promote_function(lambda tensors, *, key: [*tensors, key])
-    tensors = [torch.ones(2, dtype=dtype) for dtype in dtypes]
-    with casts_on():
-        result = function(tensors[1:], key=tensors[0])
-    mixed = len({torch.float32, torch.float16, torch.bfloat16} & set(dtypes)) > 1
-    for tensor, got in zip([*tensors[1:], tensors[0]], result, strict=True):
-        if mixed and tensor.dtype in (torch.float16, torch.bfloat16):
-            assert got.dtype is torch.float32
-        else:
-            assert got is tensor
-
-
-@given(given_=st.lists(st.tuples(DTYPE, st.sampled_from(["cpu", "meta"])), min_size=2, max_size=4))
-def test_dtypes_on_other_devices_than_the_models_mix_with_none(given_):
-    function = amp_patch.amp.promote_function(lambda *tensors: tensors)
-    tensors = [torch.ones(2, dtype=dtype, device=device) for dtype, device in given_]
-    with casts_on():
-        result = function(*tensors)
-    halves = {torch.float16, torch.bfloat16}
-    kinds = {dtype for dtype, device in given_ if device == "cpu"} & {torch.float32, *halves}
-    for tensor, got in zip(tensors, result, strict=True):
-        if len(kinds) > 1 and tensor.is_cpu and tensor.dtype in halves:
-            assert got.dtype is torch.float32
-        else:
-            assert got is tensor
 
 
 @pytest.mark.parametrize("opt_level", HALVES)
@@ -811,50 +769,3 @@ def test_a_decorator_on_the_forward_of_a_module(amp):
 
     model = activate(amp, model=Scale())
     assert model(torch.rand(2)).dtype is torch.float16
-
-
-class Metres:
-    """A number with a unit: no tensor, but torch hands its functions on to it."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        def bare(value):
-            return value.tensor if isinstance(value, Metres) else value
-
-        named = {name: bare(value) for name, value in (kwargs or {}).items()}
-        return Metres(function(*map(bare, args), **named))
-
-
-@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O4", "O5"])
-@pytest.mark.parametrize(
-    "compute",
-    [
-        lambda x, layer: layer(x),
-        lambda x, layer: F.linear(x, layer.weight),
-        lambda x, layer: torch.matmul(x, layer.weight.t()),
-        lambda x, layer: torch.addmm(layer.weight[:, 0], x, layer.weight.t()),
-        lambda x, layer: torch.mm(layer.weight, mat2=Metres(x.tensor.t())),
-    ],
-    ids=["layer", "linear", "matmul", "addmm", "by name"],
-)
-def test_an_object_that_is_no_tensor_gets_what_torch_hands_on(level, compute) -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(6, 3)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return compute(Metres(x.to(self.layer.weight.dtype)), self.layer).tensor
-
-    torch.manual_seed(0)
-    model, x = Model(), torch.randn(4, 6)
-    expected = model(x)
-    amp, optimizer = amp_patch.amp, torch.optim.SGD(model.parameters(), lr=0.1)
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    try:
-        torch.testing.assert_close(model(x).float(), expected, rtol=0.02, atol=0.02)
-    finally:
-        amp.deactivate()
