@@ -75,7 +75,8 @@ class ScalerCycle:
         """The backward of a loss times ``scale`` is over, which was for these optimizers."""
         for step in steps:
             if step.backward.gradients.scaled.scale is None:
-                self._unreached[step] = _Unreached(step.ended, step.backward.watch_own(), scale)
+                watch = step.backward.others.watch_own()
+                self._unreached[step] = _Unreached(step.ended, watch, scale)
             else:
                 self._unreached.pop(step, None)
 
@@ -85,7 +86,9 @@ class ScalerCycle:
         It may have gone on where that of the scaled loss had ended.
         """
         known = self._unreached.pop(step, None)
-        if known is not None and known.ended == step.ended and step.backward.wrote_own(known.watch):
+        if known is None or known.ended != step.ended:
+            return
+        if step.backward.others.wrote_own(known.watch):
             step.backward.gradients.scaled.begin(known.scale, is_assumed=True)
 
     def end(self) -> None:

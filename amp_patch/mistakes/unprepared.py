@@ -125,7 +125,7 @@ class UnpreparedParams:
             block.watches.append(self._watch(new, block))
 
     def watch_foreign(self, scale: float | Tensor | None) -> Watch:
-        """See `OptimizerBackward.watch_foreign`; it may add to what earlier ones wrote."""
+        """See `OthersBackwards.watch_foreign`; it may add to what earlier ones wrote."""
         if scale is None:
             return Watch.of([])
         found = ((key, one, one.left()) for key, one in [*self.scaled.items()])
@@ -168,7 +168,7 @@ class UnpreparedParams:
     def note_foreign(
         self, watch: Watch, optimizers: Sequence[OptimizerBackward], scale: float | Tensor
     ) -> None:
-        """See `OptimizerBackward.note_foreign`."""
+        """See `OthersBackwards.note_foreign`."""
         for block in [one for one in self.blocks if one.watches[0] is watch]:
             for one in optimizers:
                 one.pairs()  # what has come to them in the block may ask for it

@@ -38,7 +38,7 @@ class Other(Protocol):
     """What a backward is not for, but may write gradients to."""
 
     def watch_foreign(self, scale: float | Tensor | None) -> Watch:
-        """Call before the backward; see `OptimizerBackward.watch_foreign`."""
+        """Call before the backward; see `OthersBackwards.watch_foreign`."""
 
     def note_foreign(
         self, watch: Watch, optimizers: Sequence[OptimizerBackward], scale: float | Tensor

@@ -5,8 +5,6 @@ Knows one optimizer, its gradients and masters; nothing of models, levels or how
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import weakref
 from collections.abc import Callable, Container, Iterator, Sequence
 from itertools import chain
@@ -18,15 +16,14 @@ from torch.optim import Optimizer
 
 from amp_patch.distributed.process_groups import StepRanks
 from amp_patch.gradients.any_pass import TakenPass
-from amp_patch.gradients.foreign_gradients import ForeignGradients, Watch
+from amp_patch.gradients.foreign_gradients import ForeignGradients
 from amp_patch.gradients.gradients import Gradients
 from amp_patch.gradients.param_pairs import Apart, ParamPairs
 from amp_patch.kernels import GradCheck
 from amp_patch.kernels.graph_capture import captures
 from amp_patch.optimizers.device_flag import skips_by_flag
 from amp_patch.optimizers.fused_step import FusedStep
-from amp_patch.warn_once import warn
-from amp_patch.weights.parameter_lists import Tensors, have_none, stored_grad
+from amp_patch.weights.parameter_lists import Tensors
 
 from .cleared_gradients import ClearedGradients
 from .clipped_gradients import ClippedGradients
@@ -34,6 +31,7 @@ from .current_pass import CurrentPass, OpenPass
 from .given_gradients import skip_nonfinite
 from .held_params import HeldParams, Strays
 from .joined_params import JoinedParams
+from .others_backwards import OthersBackwards
 from .parted_params import PartedParams
 from .shown_masters import ShownMasters
 from .skip import Skip
@@ -60,6 +58,7 @@ class OptimizerBackward:
         cleared: the same, as a script clears them.
         current: the pass that it is in.
         joined: those of its parameters that have come late.
+        others: knows which backwards of others have written to them.
         shown: its masters, as a script gets them.
         zeroing: counts its passes, and tells where gradients are not cleared when they should be.
         unshared_scale: the scale of gradients that a ``no_sync()`` backward has left on this rank.
@@ -97,6 +96,9 @@ class OptimizerBackward:
             held, self.gradients, fused, self.current, self._foreign, self.joined
         )
         self.zeroing = Zeroing(self.gradients, skip, drops_used=self.masters is not None)
+        self.others = OthersBackwards(
+            held, self.gradients, fused, self.current, self._foreign, self.zeroing
+        )
         self.cleared = ClearedGradients(
             held, self.gradients, skip, self.current, self._foreign, self.shown, self.zeroing
         )
@@ -253,52 +255,9 @@ class OptimizerBackward:
         if self.current.is_scaled and (self.decides_alone or have_overflowed):
             skip_nonfinite(self.skip, self._held, are_shared=self.decides_alone)
 
-    def watch_foreign(self, scale: float | Tensor | None) -> Watch:
-        """Call before a backward that is not for this optimizer, but may reach its parameters.
-
-        Args:
-            scale: what its gradients are multiplied by; None: they are not.
-
-        Returns:
-            What `note_foreign` needs.
-        """
-        self.zeroing.note_other()
-        self.gradients.replaced.had_another_block |= scale is not None
-        is_here = self.current.is_here
-        source = None if self._fused is None else self._fused.lazy.source
-        if is_here and self._fused is not None and source is not None and source.is_half:
-            self._fused.lazy.materialize()  # unscales half gradients, which may be written to
-        waiting = self._fused is not None and self._fused.lazy.are_waiting
-        # Nothing is watched in a thread that trains other models, nor half gradients that masters
-        # have received already: nobody reads these again.
-        params, masters = self.pairs() if scale is not None and is_here else ((), ())
-        if params is not masters and (waiting or not have_none(masters)):
-            params = [
-                param
-                for param, master in zip(params, masters, strict=True)
-                if param is master or not (waiting or stored_grad(master) is not None)
-            ]
-        return self._foreign.watch(params)
-
-    def note_foreign(
-        self, watch: Watch, optimizers: Sequence[OptimizerBackward], scale: float | Tensor
-    ) -> None:
-        """Call after that backward, which was for these optimizers."""
-        if not self.current.is_open:  # else a block of its own unscales all
-            self._foreign.note(watch, (one.pairs().model for one in optimizers), scale)
-
     def foreign_scale_of(self, param: Tensor) -> float | Tensor | None:
         """See `ForeignGradients.scale_of`."""
         return self._foreign.scale_of(param) if self._foreign.found else None
-
-    def watch_own(self) -> Watch:
-        """Return what tells `wrote_own` later which gradients of the model are new."""
-        return Watch.of(list(self.params()), self._foreign.own_passes)
-
-    def wrote_own(self, watch: Watch) -> bool:
-        """Return whether there are new gradients since, and none of them is of an own pass."""
-        is_open = self.current.is_open or watch.counted != self._foreign.own_passes
-        return not is_open and not self.gradients.are_pending and bool(watch.written())
 
     def clip(
         self,
@@ -399,48 +358,3 @@ class OptimizerBackward:
         # a fused step reads half gradients as the backward left them, scaled
         self.gradients.stepped.note_step(is_made and self._fused is None)
         self.shown.offer_stepped()
-
-    def release(self, unscaled: set[int]) -> Callable[[], None]:
-        """Nobody skips the next step: unscale scaled gradients, drop those that overflowed.
-
-        Args:
-            unscaled: ids of what other optimizers have unscaled so, which this one may hold as
-                well; its own are added.
-
-        Returns:
-            What is to be called when all optimizers have done so: two may read the same gradient.
-        """
-        self.shown.end()
-        if not self.current.is_open:
-            self.joined.take_over()
-        if self.current.is_open:  # deactivated in a block, after its backward
-            self.current.end_early(steps=False)
-        with contextlib.suppress(FloatingPointError):  # of no interest, for the scale goes, too
-            self.skip.settle()
-        if self.gradients.may_be_cleared:
-            with contextlib.suppress(RuntimeError):  # of a write, of which `_store_waiting` tells
-                self.cleared.drop()
-        scale, taken = self.gradients.scaled.scale, None
-        if scale is not None and self.gradients.are_delayed(self.pairs()):
-            taken = self.gradients.receive(self.pairs().share(unscaled, "master"), scale)
-        return functools.partial(self._end_release, taken)
-
-    def _end_release(self, taken: TakenPass | None) -> None:
-        overflow = self.skip.found()
-        if taken is not None:
-            overflow |= taken.check.overflow
-            self.gradients.finish(taken)
-        if overflow:
-            for tensor in chain(*self.pairs()):
-                tensor.grad = None
-        else:
-            self.shown.receive_unscaled()
-        self.skip.forget()
-        self.current.reached.release()
-        self._store_waiting()
-
-    def _store_waiting(self) -> None:
-        """Nobody makes gradients later: those that wait are stored, or are lost with a warning."""
-        written = None if self._fused is None else self._fused.lazy.materialize_or_drop()
-        if written is not None:
-            warn(str(written))

@@ -38,6 +38,7 @@ from .observers import Observers
 from .optimizer_backward import OptimizerBackward
 from .optimizer_state import OptimizerState
 from .publication import Phase, Publication
+from .release import release
 from .replaced_methods import ReplacedMethods, own_methods
 from .skip import Skip
 from .turned_half import turn_to_fp32
@@ -154,9 +155,9 @@ class OptimizerStep:
         self.give_back()
 
     def end_backwards(self, unscaled: set[int]) -> Callable[[], None]:
-        """Begin `release`, see `OptimizerBackward.release`."""
+        """Begin `release`, see `release.release`."""
         self.state.note_dtypes()
-        return self.backward.release(unscaled)
+        return release(self.backward, self._fused, unscaled)
 
     def give_back(self) -> None:
         """End `release`, where no backward of any optimizer is to be ended any more."""

@@ -31,6 +31,7 @@ from amp_patch.weights.rollback import Attributes
 from .observers import Observers
 from .optimizer_backward import OptimizerBackward
 from .optimizer_step import OptimizerStep
+from .others_backwards import OthersBackwards
 from .replaced_methods import bases_without_hooks
 from .shared_scalers import SharedScalers
 from .skip import Pending
@@ -317,12 +318,12 @@ class PreparedOptimizers:
             step.give_back()
         self._patches.undo()
 
-    def others(self, steps: Sequence[OptimizerStep]) -> list[OptimizerBackward]:
+    def others(self, steps: Sequence[OptimizerStep]) -> list[OthersBackwards]:
         """Return what all but these do around a backward."""
         if len(self._steps) == len(steps):
             return []
         every = [reference() for reference in self._steps]
-        return [step.backward for step in every if step is not None and step not in steps]
+        return [step.backward.others for step in every if step is not None and step not in steps]
 
     def give_back_gradients(self, reached: Reached) -> None:
         """See `ShownMasters.give_back`; of the backward of another model nothing."""

@@ -1,16 +1,15 @@
-"""One optimizer around its passes: these add up, end early or fail, and what `release` leaves."""
+"""One optimizer around its passes: these add up, end early or fail."""
 
 from types import ModuleType
 
 import pytest
 import torch
+from one_optimizer import backward_of, gradients, make_pass
 from support import scaled_backward
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from amp_patch.step.held_params import HeldParams
 from amp_patch.step.optimizer_backward import OptimizerBackward
-from amp_patch.step.skip import Skip
 
 
 @pytest.fixture
@@ -21,27 +20,6 @@ def optimizer() -> Optimizer:
 @pytest.fixture
 def backward(optimizer: Optimizer) -> OptimizerBackward:
     return backward_of(optimizer)
-
-
-def backward_of(optimizer: Optimizer) -> OptimizerBackward:
-    held = HeldParams(optimizer, masters=None)
-    return OptimizerBackward(optimizer, held, fused=None, skip=Skip(print))
-
-
-def make_pass(
-    backward: OptimizerBackward, optimizer: Optimizer, gradient: float, scale: float
-) -> None:
-    """Begin a pass, and write what its backward would."""
-    pairs = backward.pairs()
-    backward.begin(pairs, scale)
-    for param in pairs.model:
-        scaled = torch.full_like(param, gradient * scale)
-        param.grad = scaled if param.grad is None else param.grad + scaled
-
-
-def gradients(optimizer: Optimizer) -> list[list[float] | None]:
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    return [None if param.grad is None else param.grad.tolist() for param in params]
 
 
 def test_without_its_optimizer_it_skips_nothing() -> None:
@@ -98,22 +76,6 @@ def test_a_pass_after_cleared_gradients_skips_nothing(
     backward.skip.ask("an overflow")
     make_pass(backward, optimizer, 3.0, 4.0)
     assert backward.skip.is_possible
-
-
-def test_release_unscales_what_was_left_scaled(
-    optimizer: Optimizer, backward: OptimizerBackward
-) -> None:
-    make_pass(backward, optimizer, 3.0, 4.0)
-    backward.leave_scaled(4.0)
-    backward.release(set())()
-    assert gradients(optimizer) == [[3.0, 3.0], [3.0]]
-
-
-def test_release_drops_what_overflowed(optimizer: Optimizer, backward: OptimizerBackward) -> None:
-    make_pass(backward, optimizer, float("inf"), 4.0)
-    backward.leave_scaled(4.0)
-    backward.release(set())()
-    assert gradients(optimizer) == [None, None]
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
