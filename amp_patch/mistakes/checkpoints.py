@@ -129,7 +129,7 @@ def _masters_in(model: nn.Module, steps: Iterable[OptimizerStep], writes: bool) 
         writes: whether masters may be written to, so that the parameters are to follow.
     """
     masters = [step.masters for step in steps if step.masters is not None]
-    master_of = {key: master for one in masters for key, master in one.by_param().items()}
+    master_of = {key: master for one in masters for key, master in one.pairs.by_param().items()}
     if not master_of:
         yield
         return

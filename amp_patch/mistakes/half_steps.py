@@ -45,7 +45,7 @@ class HalfSteps:
         kind = type(optimizer).__name__
         mend = "call amp.initialize(model, [optimizer, ...]) with every optimizer of the model"
         masters = [step.masters for step in list(optimizers.steps.values())]
-        stepped = {id(param) for one in masters if one is not None for param, _ in one.pairs()}
+        stepped = {id(param) for one in masters if one is not None for param in one.pairs.params}
         count = sum(id(param) in stepped for param in halves)
         if count:
             raise RuntimeError(

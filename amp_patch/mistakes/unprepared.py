@@ -221,7 +221,7 @@ class UnpreparedParams:
                 return block.scale
         if known is not None and known.left() is not None:
             return known.scale
-        scales = (step.backward.foreign_scale_of(param) for step in list(self._steps.values()))
+        scales = (step.backward.foreign.scale_of(param) for step in list(self._steps.values()))
         return next((scale for scale in scales if scale is not None), 1.0)
 
     def begin_plain(self, reached: Reached) -> None:

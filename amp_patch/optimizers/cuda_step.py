@@ -82,7 +82,7 @@ class CudaStep:
             if half is None:
                 stored = stored_grads(params)
             waiting = self._waiting(params, half)
-            param_of = _itself if masters is None else masters.param_of
+            param_of = _itself if masters is None else masters.pairs.param_of
             if not self._take(optimizer, param_of, waiting, stored):
                 return False
             entries = self._new_entries(optimizer)

@@ -157,7 +157,7 @@ class HeldParams:
 
     def with_masters(self, params: Sequence[Tensor]) -> ParamPairs:
         """Return parameters with their masters, also of those that the optimizer holds no more."""
-        known = {} if self.masters is None else self.masters.by_param()
+        known = {} if self.masters is None else self.masters.pairs.by_param()
         return ParamPairs(list(params), [known.get(id(param), param) for param in params])
 
     def look_again(self) -> None:
@@ -178,7 +178,7 @@ class HeldParams:
         once = {id(one): one for one in stepped}  # its gradient is to be divided once
         if len(once) < len(stepped):
             stepped = listed(once.values())
-        params = stepped if masters is None else listed(map(masters.param_of, stepped))
+        params = stepped if masters is None else listed(map(masters.pairs.param_of, stepped))
         self._pairs = ParamPairs(params, stepped)
         if self._strays is not None:
             self._tell_of_change(self._strays, *before)
@@ -207,7 +207,7 @@ class HeldParams:
         if masters is None:
             return firsts
         for group in groups:
-            pairs = ((masters.param_of(stepped), stepped) for stepped in group["params"])
+            pairs = ((masters.pairs.param_of(stepped), stepped) for stepped in group["params"])
             found = next((pair for pair in pairs if pair[0] is not pair[1]), None)
             if found is not None:
                 firsts.model.append(found[0])

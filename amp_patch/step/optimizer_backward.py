@@ -51,12 +51,13 @@ class OptimizerBackward:
         skip: gets the checks whose result is pending.
 
     Attributes:
-        skip: as given.
+        held, skip: as given.
         masters, pairs: see `HeldParams`.
         gradients: of its parameters.
         clipped: the same, as they are clipped.
         cleared: the same, as a script clears them.
         current: the pass that it is in.
+        foreign: those of its gradients that came of other optimizers' blocks.
         joined: those of its parameters that have come late.
         others: knows which backwards of others have written to them.
         shown: its masters, as a script gets them.
@@ -77,7 +78,7 @@ class OptimizerBackward:
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._fused = fused
-        self._held = held
+        self.held = held
         self.pairs, self.masters = held.pairs, held.masters
         self.skip = skip
         lazy = None if fused is None else fused.lazy
@@ -88,19 +89,19 @@ class OptimizerBackward:
             self.gradients = Gradients(lazy, masters.own_gradients, masters.count_data_reads)
             masters.call_when_reordered(self.gradients.forget_buffers)
         self.clipped = ClippedGradients(optimizer, held, self.gradients, fused)
-        self._foreign = ForeignGradients()
+        self.foreign = ForeignGradients()
         self.current = CurrentPass(held, self.gradients, skip)
         self.joined = JoinedParams(held, self.gradients)
-        self._parted = PartedParams(held, self.gradients, self._foreign, self.current, skip)
+        self._parted = PartedParams(held, self.gradients, self.foreign, self.current, skip)
         self.shown = ShownMasters(
-            held, self.gradients, fused, self.current, self._foreign, self.joined
+            held, self.gradients, fused, self.current, self.foreign, self.joined
         )
         self.zeroing = Zeroing(self.gradients, skip, drops_used=self.masters is not None)
         self.others = OthersBackwards(
-            held, self.gradients, fused, self.current, self._foreign, self.zeroing
+            held, self.gradients, fused, self.current, self.foreign, self.zeroing
         )
         self.cleared = ClearedGradients(
-            held, self.gradients, skip, self.current, self._foreign, self.shown, self.zeroing
+            held, self.gradients, skip, self.current, self.foreign, self.shown, self.zeroing
         )
         self.unshared_scale: float | Tensor | None = None
         self.decides_alone = False
@@ -112,7 +113,7 @@ class OptimizerBackward:
 
         There are none where this process steps alone, or all have the same gradients.
         """
-        return self._held.ranks
+        return self.held.ranks
 
     def params(self) -> Iterator[Tensor]:
         """Return the model's parameters that are stepped, here or by another rank (ZeRO)."""
@@ -158,10 +159,10 @@ class OptimizerBackward:
             is_alone: whether the backward is for this optimizer alone.
         """
         self.shown.end()
-        if self._held.joined:
+        if self.held.joined:
             self.joined.take_over()
-        if self._foreign.found:
-            self._foreign.add_to()
+        if self.foreign.found:
+            self.foreign.add_to()
         self.zeroing.begin(self.pairs, is_alone)
         self.gradients.set_aside(pairs, scale)
         if self.skip.outcome:
@@ -172,13 +173,9 @@ class OptimizerBackward:
         if self.skip.is_possible and self._are_dropped():
             self.skip.forget_cleared()  # what overflowed
 
-    def look_again(self) -> None:
-        """See `HeldParams.look_again`."""
-        self._held.look_again()
-
     def follow_strays(self, strays: Strays) -> None:
         """See `HeldParams.follow_strays`."""
-        self._held.follow_strays(strays, self._parted.let_go)
+        self.held.follow_strays(strays, self._parted.let_go)
 
     def _are_dropped(self) -> bool:
         """Return whether the user cleared all gradients, or, after a known overflow, zeroed them.
@@ -233,14 +230,14 @@ class OptimizerBackward:
 
     def _end_backward(self, pairs: ParamPairs) -> None:
         """The backward of the pass is over; nothing was done yet about what it wrote."""
-        if self._held.joined:
+        if self.held.joined:
             self.joined.leave_to_pass()
         if self.zeroing.is_watched:
             self.shown.end_block()
         self.zeroing.look_at_written(pairs)
 
     def _end_pass(self) -> None:
-        self._foreign.own_passes += 1
+        self.foreign.own_passes += 1
         self.unshared_scale = None
         self.current.close()
         if self.joined.kept:
@@ -253,11 +250,7 @@ class OptimizerBackward:
         """
         have_overflowed = self.skip.cleared or self.skip.left
         if self.current.is_scaled and (self.decides_alone or have_overflowed):
-            skip_nonfinite(self.skip, self._held, are_shared=self.decides_alone)
-
-    def foreign_scale_of(self, param: Tensor) -> float | Tensor | None:
-        """See `ForeignGradients.scale_of`."""
-        return self._foreign.scale_of(param) if self._foreign.found else None
+            skip_nonfinite(self.skip, self.held, are_shared=self.decides_alone)
 
     def clip(
         self,
@@ -303,8 +296,8 @@ class OptimizerBackward:
         self.joined.take_over()
         if self.gradients.may_be_cleared:
             self.cleared.drop()
-        are_awaited = goes_on and self._foreign.found  # by the closure, which may clear them
-        if self._foreign.found and not are_awaited:
+        are_awaited = goes_on and self.foreign.found  # by the closure, which may clear them
+        if self.foreign.found and not are_awaited:
             self._refuse_foreign(caller, among)
         if self.gradients.scaled.is_assumed:  # no GradScaler was asked to unscale them
             self.gradients.scaled.forget()
@@ -321,11 +314,11 @@ class OptimizerBackward:
 
     def _refuse_foreign(self, caller: str, among: Container[int] | None) -> None:
         pairs = self.pairs()
-        self._foreign.drop_given(pairs)
+        self.foreign.drop_given(pairs)
         if among is not None:
             rows = zip(*pairs, strict=True)
             pairs = pairs.select([any(id(one) in among for one in row) for row in rows])
-        self._foreign.refuse(caller, pairs.model)
+        self.foreign.refuse(caller, pairs.model)
 
     def scaled_params(self) -> Sequence[Tensor]:
         """Return the parameters whose gradients wait for a further backward of a scaled loss."""

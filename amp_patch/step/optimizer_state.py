@@ -59,7 +59,7 @@ class OptimizerState:
         if held.masters is not None:
             # makes masters of parameters that were unfrozen, for torch loads state in their dtype
             self._call_before_loads(optimizer, held.pairs)
-            self._call_after_loads(optimizer, held.masters.follow_loaded_state)
+            self._call_after_loads(optimizer, held.masters.pairs.follow_loaded_state)
             drop = _weakly(self._drop_reads)
             hook = optimizer.register_state_dict_pre_hook(lambda _: drop())
             self._undo.append(hook.remove)
@@ -79,7 +79,7 @@ class OptimizerState:
         """
         optimizer = self._optimizers[0]()
         if self._masters is not None and optimizer is not None:
-            self._undo.append(SavedMasters(optimizer, loading, self._masters.param_of).remove)
+            self._undo.append(SavedMasters(optimizer, loading, self._masters.pairs.param_of).remove)
 
     def note_dtypes(self) -> None:
         """The parameters are about to be restored; some are, where an interrupt ended it before."""
@@ -107,7 +107,7 @@ class OptimizerState:
         optimizer, masters = self._optimizers[0](), self._masters
         if optimizer is None or masters is None:
             return
-        for param, _ in masters.pairs():
+        for param, _ in masters.pairs:
             if optimizer.state.get(param) == {}:
                 del optimizer.state[param]
 

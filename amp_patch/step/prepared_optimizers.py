@@ -242,7 +242,7 @@ class PreparedOptimizers:
         """
         for step in list(self.steps.values()):
             if step.masters is not None:
-                step.backward.look_again()
+                step.backward.held.look_again()
             elif level.master_weights:
                 step.refuse_stored(level.name)
 
@@ -250,7 +250,7 @@ class PreparedOptimizers:
         """Return the half parameter of a master; a tensor that is no master stands for itself."""
         for step in list(self.steps.values()):
             masters = step.masters
-            if masters is not None and (param := masters.param_of(stepped)) is not stepped:
+            if masters is not None and (param := masters.pairs.param_of(stepped)) is not stepped:
                 return param
         return stepped
 

@@ -103,7 +103,7 @@ class WritesInStep:
         return self._before is not None and self._agreements == self._masters.agreements
 
     def _were_made(self) -> bool:
-        return self._masters.weight_versions() != self._before
+        return self._masters.pairs.half_versions() != self._before
 
     def _may_be_unseen(self) -> bool:
         """Tell whether hooks have read ``.data`` of a half tensor, and may have written to it."""
@@ -111,7 +111,7 @@ class WritesInStep:
 
     def _note(self) -> None:
         self._before, self._reads = (
-            self._masters.weight_versions(),
+            self._masters.pairs.half_versions(),
             self._masters.count_data_reads(),
         )
         self._agreements = self._masters.agreements

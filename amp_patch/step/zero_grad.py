@@ -115,7 +115,7 @@ class ZeroGrad:
         """Return the half parameters that the optimizer holds now, with their masters."""
         masters = self._masters
         if masters is not None and masters.are_given_back:
-            return list(masters.pairs())  # a checkpoint has put half ones into the groups
+            return list(masters.pairs)  # a checkpoint has put half ones into the groups
         return self._backward.pairs().halves()  # what has left keeps its gradients
 
 

@@ -46,6 +46,7 @@ class MasterWeights:
         wrapped: optimizers that step the same groups, and have a state of their own.
 
     Attributes:
+        pairs: the masters, each with its half parameter.
         lock: held by the thread whose step writes to the masters, until their parameters follow.
         agreements: how often parameters and masters were made to agree.
         own_gradients: those of masters that no script has written.
@@ -61,51 +62,35 @@ class MasterWeights:
         wrapped: Sequence[Optimizer],
     ) -> None:
         self._values = values
-        self._pairs = MasterPairs(optimizer, values, lazy, wrapped)
-        self._versions = self._pairs.versions
-        self._writes = UserWrites(self._pairs, values, may_move)
-        self._rounding = Rounding(self._pairs, values, self._writes.moved)
-        self._half_writes = UnseenHalfWrites(self._pairs, values)
+        self.pairs = MasterPairs(optimizer, values, lazy, wrapped)
+        self._versions = self.pairs.versions
+        self._writes = UserWrites(self.pairs, values, may_move)
+        self._rounding = Rounding(self.pairs, values, self._writes.moved)
+        self._half_writes = UnseenHalfWrites(self.pairs, values)
         self._ties = Ties()
-        self._frozen = FrozenMasters(self._pairs)
+        self._frozen = FrozenMasters(self.pairs)
         self._is_due = False
         self.lock = threading.RLock()
         self.agreements = 0
-        self.own_gradients = self._pairs.own_gradients
+        self.own_gradients = self.pairs.own_gradients
         self.are_given_back = False
         for group in optimizer.param_groups:
             group["params"][:] = self.replace(group["params"])
-        small_tensors.move_together([one for one in self._pairs.params if not is_spread(one)])
+        small_tensors.move_together([one for one in self.pairs.params if not is_spread(one)])
         self._writes.moved.note_places()
         self._moves = values.moves
         self._forget_end: Callable[[], object] = lambda: None
 
     def __len__(self) -> int:
-        return len(self._pairs)
-
-    def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Iterate over the half parameters, each with its master."""
-        return iter(self._pairs)
-
-    def param_of(self, stepped: Tensor) -> Tensor:
-        """Return the half parameter of a master; a tensor that is no master stands for itself."""
-        return self._pairs.param_of(stepped)
-
-    def by_param(self) -> dict[int, Tensor]:
-        """Return the masters by the ids of their half parameters, which the optimizer may hold."""
-        return self._pairs.by_param()
+        return len(self.pairs)
 
     def has_master_of_any(self, params: Sequence[Tensor]) -> bool:
         """Return whether half parameters are among these whose masters the optimizer steps."""
-        return not set(map(id, self._pairs.params)).isdisjoint(map(id, params))
+        return not set(map(id, self.pairs.params)).isdisjoint(map(id, params))
 
     def has_others(self, stepped: Sequence[Tensor]) -> bool:
         """Return whether masters of other optimizers are among those that this one holds."""
-        return bool(self._pairs.others(stepped))
-
-    def weight_versions(self) -> list[int]:
-        """Return the versions of the half parameters, which tell of writes to them."""
-        return self._pairs.half_versions()
+        return bool(self.pairs.others(stepped))
 
     def count_data_reads(self) -> int:
         """Return how often scripts have read ``.data`` of half tensors, by which they may write."""
@@ -113,29 +98,25 @@ class MasterWeights:
 
     def replace(self, params: Sequence[Any]) -> list[Any]:
         """Return ``params`` with a master for each half one, see `MasterPairs.replace`."""
-        count = len(self._pairs)
-        replaced = self._pairs.replace(params)
+        count = len(self.pairs)
+        replaced = self.pairs.replace(params)
         self._writes.note_new(count)
         self._frozen.note_new()
         return replaced
 
     def drop_after(self, count: int) -> None:
         """Undo `replace` for all masters but the first ``count``, which no group holds."""
-        self._pairs.drop_after(count)
+        self.pairs.drop_after(count)
         self._frozen.drop_after(count)
-
-    def follow_loaded_state(self) -> None:
-        """See `MasterPairs.follow_loaded_state`."""
-        self._pairs.follow_loaded_state()
 
     def call_when_reordered(self, method: Callable[[], object]) -> None:
         """Have a method called where masters lie in another order of memory; it is held weakly."""
         reference: Any = weakref.WeakMethod(method)
-        self._pairs.memory.when_reordered = lambda: (call := reference()) and call()
+        self.pairs.memory.when_reordered = lambda: (call := reference()) and call()
 
     def clear_grads(self) -> None:
         """Drop the masters' gradients; those of the parameters go before the next backward."""
-        clear_grads(self._pairs.masters)
+        clear_grads(self.pairs.masters)
 
     @contextlib.contextmanager
     def given_back(self) -> Iterator[None]:
@@ -144,7 +125,7 @@ class MasterWeights:
         What is written to these then is written to the masters. Call `follow` after the block.
         """
         self.reconcile()
-        with self._pairs.given_back():
+        with self.pairs.given_back():
             self.are_given_back = True
             try:
                 yield
@@ -154,11 +135,11 @@ class MasterWeights:
     def release(self) -> None:
         """Give the optimizer its parameters back, with the masters' fp32 values and gradients."""
         self._frozen.follow()
-        self._pairs.follow_shapes()
+        self.pairs.follow_shapes()
         self.end_exposure()
         self._rounding.renew().forget()  # look at all, this one time
         self.reconcile()
-        self._pairs.release()
+        self.pairs.release()
         self._rounding.forget()
         self._forget_end()
 
@@ -174,7 +155,7 @@ class MasterWeights:
         The collector may come to it while something is traced, after a script has freed the
         weights, or between a forward and its backward, which refuses weights of another version.
         """
-        params, masters = self._pairs.params, self._pairs.masters
+        params, masters = self.pairs.params, self.pairs.masters
         every = [*params, *masters]
         is_there = all(map(is_plain, map(local, every)))
         is_there = is_there and [one.shape for one in params] == [one.shape for one in masters]
@@ -197,14 +178,14 @@ class MasterWeights:
 
     def follow_ties(self) -> None:
         """A step comes: masters share memory where their half parameters do, see `Ties`."""
-        if self._values.moves == self._moves or self._pairs.are_spread:
+        if self._values.moves == self._moves or self.pairs.are_spread:
             return
         self._moves = self._values.moves
         self._rounding.count_moved()
-        self._pairs.follow_memory()  # first, for it gives each a memory of its own
-        before = self._pairs.places()
-        self._ties.follow(list(self._pairs), self._pairs.agree)
-        if self._pairs.places() != before:
+        self.pairs.follow_memory()  # first, for it gives each a memory of its own
+        before = self.pairs.places()
+        self._ties.follow(list(self.pairs), self.pairs.agree)
+        if self.pairs.places() != before:
             self._rounding.forget()
             self._rounding.renew()
 
@@ -231,7 +212,7 @@ class MasterWeights:
 
         What it writes to masters that were handed out is found without.
         """
-        if id(stepped) not in self._pairs.param_by_id:
+        if id(stepped) not in self.pairs.param_by_id:
             return
         if self._versions.given:
             return
@@ -256,7 +237,7 @@ class MasterWeights:
 
     def _note_writes(self) -> None:
         self._rounding.count_moved()
-        self._writes.masters_that_win(self._pairs.master_versions())
+        self._writes.masters_that_win(self.pairs.master_versions())
 
     def publish_writes(self) -> None:
         """A forward reads the parameters next: what the user wrote to the masters goes there.
@@ -305,7 +286,7 @@ class MasterWeights:
         self._is_due = False
         comparison = self._rounding.renew()
         given = self._versions.given
-        if given and given != self._pairs.half_versions():
+        if given and given != self.pairs.half_versions():
             # Parameters were written to, and perhaps masters as well. All pairs are compared anew:
             # a parameter that was set to 0 and back looks as if nobody had written to the pair.
             comparison.forget()
@@ -313,13 +294,13 @@ class MasterWeights:
         judged: list[int] = []
 
         def wins() -> list[bool]:
-            judged[:] = self._pairs.master_versions()
+            judged[:] = self.pairs.master_versions()
             return self._writes.masters_that_win(judged)
 
         if comparison.reconcile(wins, trusts):
             if comparison.found_unseen and not trusts:
                 self._half_writes.note_found()
-            self._writes.note_equal(self._pairs.master_versions())
+            self._writes.note_equal(self.pairs.master_versions())
         elif judged:  # kernels have made them equal, without a word
             self._writes.note_equal(judged)
 
@@ -347,10 +328,10 @@ class MasterWeights:
         if not self._is_due:
             return [True] * len(stepped)
         self._is_due = False
-        masters = self._pairs.masters
+        masters = self.pairs.masters
         are_all = are_same(stepped, masters)
         self._rounding.renew(places if are_all else None)
-        all_wins = self._writes.masters_that_win(self._pairs.master_versions())
+        all_wins = self._writes.masters_that_win(self.pairs.master_versions())
         if are_all:
             return all_wins
         wins = dict(zip(map(id, masters), all_wins, strict=True))
@@ -367,10 +348,10 @@ class MasterWeights:
             self.reconcile()
         # None where a step was not seen to begin: SGD.step(optimizer, closure)
         comparison = self._rounding.comparison or self._rounding.renew()
-        versions = self._pairs.master_versions()
+        versions = self.pairs.master_versions()
         if not are_written:
             # Of a master that was not stepped the half weight stays as it is.
-            self._rounding.write(self._pairs.left_out(versions))
+            self._rounding.write(self.pairs.left_out(versions))
         comparison.note_equal()
         if comparison.has_large:
             self._half_writes.count_step()

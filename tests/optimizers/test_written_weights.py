@@ -69,7 +69,7 @@ class Training:
     def masters(self) -> list[Tensor]:
         """The masters, without amp_patch being told that somebody has them."""
         params = self.optimizer.param_groups[0]["params"]
-        return [one for one in params if self.step_of.masters.param_of(one) is not one]
+        return [one for one in params if self.step_of.masters.pairs.param_of(one) is not one]
 
     def backward(self, seed: int, missing: int = 9, factor: float = 1.0) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -320,7 +320,7 @@ def test_what_was_written_before_a_step_that_a_flag_skips_is_there_for_the_next(
 
 def test_what_was_reconciled_is_not_due_any_more(amp: ModuleType, gpu: Gpu) -> None:
     masters = Training(amp, "sgd", "O2", True).step_of.masters
-    stepped = [master for _, master in masters.pairs()]
+    stepped = [master for _, master in masters.pairs]
     masters.reconcile_later()
     assert masters.reconcile_all_but(stepped) == [False] * 3
     assert masters.reconcile_all_but(stepped) == [True] * 3
@@ -339,7 +339,7 @@ def test_weights_whose_addresses_the_kernels_tell_are_written_to_where_they_are(
         param.data = param.data.clone()
     masters.reconcile_later()
     places = [param.data_ptr() for param in halves]
-    masters.reconcile_all_but([master for _, master in masters.pairs()], places)
+    masters.reconcile_all_but([master for _, master in masters.pairs], places)
     with torch.no_grad():
         halves[0].fill_(3.0)
     masters.reconcile()

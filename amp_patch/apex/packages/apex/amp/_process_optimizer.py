@@ -135,7 +135,7 @@ class AmpOptimizerState:
         masters, optimizer = step.masters, step.optimizer
         for group in [] if optimizer is None else optimizer.param_groups:
             stepped = group["params"]
-            params = stepped if masters is None else [masters.param_of(one) for one in stepped]
+            params = stepped if masters is None else list(map(masters.pairs.param_of, stepped))
             picked = [pick(param, one) for param, one in zip(params, stepped, strict=True)]
             result.append([tensor for tensor in picked if tensor is not None])
         return result
