@@ -65,7 +65,8 @@ class BackwardPasses:
     ) -> NoScaling | None:
         """Return what counts a backward pass that needs nothing else; None where one may.
 
-        That is O0 and O4, where nobody looks on. Arguments and errors are `of_loss`'s.
+        That is at a scale of 1 without masters (O0, O3, O4), where nobody looks on. Arguments and
+        errors are `of_loss`'s.
         """
         if not steps[0].backward.takes_grads_as_they_are:  # at once, where there are masters
             return None

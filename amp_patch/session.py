@@ -1,7 +1,22 @@
-"""All state of one run, and the order in which it is set up and undone.
+"""What one run has prepared, and the order in which it is set up and undone.
 
 What is done to models, optimizers and functions is in `prepared_models`, `prepared_optimizers`
-and `patched_functions`.
+and `patched_functions`. Beside the session, of which there is one, a process has more that changes:
+
+- `casting.mode.process`, `warn_once`, and what `kernels.reset` gives up: emptied with the session.
+- `casting.mode.mode`, of each thread: forwards that an interrupt left are left by the next
+  `initialize` or `deactivate`.
+- `casting.many_uses`: by each backward and step, and by `WeightCache.clear`.
+- `casting.shared_casts`, of each thread: by its next cast, and by a collective.
+- `weights.written_inputs`, of each thread: by the next outermost call of a model.
+- `weights.frozen_masters._freezing`: by the end of each step.
+- `weights.versions._clock`: by nobody, for it only counts.
+- `step.scaled_loss._open`: by the end of each block.
+- `distributed.pending_sums`: by who waits for a sum, or drops its handle.
+- `mistakes.late_modules._waiting`: by nobody; who waits is held weakly.
+- `kernels.graph_capture.captures`: by the end of each capture; memory of graphs that others
+  capture stays.
+- `debug.logs.logs`, `debug.trace.tracer`: by `deactivate`, which tells them that the session ends.
 """
 
 from __future__ import annotations
@@ -86,9 +101,13 @@ class Session:
     Models and optimizers are held weakly: what the user drops takes its state along.
 
     Attributes:
+        cache: has the casts of weights.
+        casts: makes the wrappers that functions are patched with.
+        store: has the fp32 values of half weights.
+        state_dicts: writes and reads those of models in half.
         models, optimizers, functions: what was done to each.
         libraries: the functions of other libraries; their rules outlive the session.
-        methods: those of models that cast as their calls do; which they are outlives it, too.
+        methods: registered to cast as the model's call does; the registration outlives the session.
         lookup: finds what a call of the user's is for.
         scalers: one list per process; a loss_id of an optimizer points into it.
         verbosity: above 0, apex's messages are printed; "skips": those of skipped steps only.
@@ -96,6 +115,7 @@ class Session:
         history: what was initialized, and how many steps came of it.
         guard: looks out for mistakes.
         observers: told of each training step; they stay when the session ends.
+        initialized: True between the first `initialize` and `deactivate`.
         was_used: True once anything was initialized, or amp disabled, in this process.
     """
 

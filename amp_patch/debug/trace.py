@@ -86,6 +86,8 @@ class Tracer(StepObserver):
         causes: each different one, with how often it was found.
         overflows: how many there were.
         is_looking: True while calls are run again.
+        recorded: the models' calls since the last step, which can be run again.
+        passes: of each scaled loss since then its number, its scale and what looks at its graph.
     """
 
     waits_for_overflows = True

@@ -65,6 +65,8 @@ class Gradients:
     Attributes:
         scaled: those that are still multiplied by a loss scale.
         stepped: those that a step has used, and left for the next backward outside to add to.
+        unused: tells of writes to half gradients whose masters have received theirs.
+        outside: says what backwards outside of blocks leave, and find to add to.
         parted: lets go of parameters that leave the optimizer.
         replaced: tells what a script has put in the place of gradients that masters have received.
         elsewhere: half parameters of which other ranks step the masters (ZeRO). Their gradients are

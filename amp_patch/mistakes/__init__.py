@@ -2,5 +2,6 @@
 
 Each module has one family of mistakes (docs/mistakes.md). Most of them are made with functions of
 torch, which a session replaces for as long as it lasts (`guard`). Knows what the rooms below
-know; nothing here runs in a step that is right.
+know. What runs in every step (a backward, ``zero_grad``, clipping, a ``GradScaler``) has a quick
+way out.
 """

@@ -68,6 +68,7 @@ class Guard:
         plain_averages: kept by a script in tensors of its own; false where none is looked for.
         unsynced: models that may leave gradients on one rank; false without any.
         targets: that models in half are called with.
+        scale_users: the optimizers that use each loss scaler, where there are several ranks.
         backwards: calls of ``backward`` around blocks.
     """
 

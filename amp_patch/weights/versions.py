@@ -37,6 +37,8 @@ class Versions:
         given: of each parameter, when the user was given the values, and may have written to them
             by ``.data``, which moves no version. Empty where the user was given none.
         given_values: of each value then; None of a pair that was equal since.
+        given_at: when the user was given the values last, or had them no more, by a clock that all
+            objects of the process share.
     """
 
     def __init__(self, equal: list[int] | None = None) -> None:
