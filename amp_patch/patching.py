@@ -76,8 +76,8 @@ class Patches:
     """
 
     def __init__(self) -> None:
-        # Owners are held weakly: a patched optimizer that the user drops must go. The last says
-        # whether the two before it, what was there and what is there now, are, too.
+        # Rows: owner, name, what was there, what is there now, and whether these two are held
+        # weakly. Owners always are: a patched optimizer that the user drops must go.
         self._undo: list[tuple[Callable[[], Any], Any, Any, Any, bool]] = []
         self._originals: dict[int, tuple[Any, Any]] = {}
         self._left_alone: set[str] = set()

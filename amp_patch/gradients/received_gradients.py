@@ -78,7 +78,7 @@ class ReceivedGradients:
         self._lazy, self._count_data_reads = lazy, count_data_reads
         self._passes: list[_Pass] = []
         self.stepped: list[_Pass] = []
-        self._data_reads = 0  # by then
+        self._data_reads = 0  # as counted when `stepped` was ended
         self._watched = WatchedBits()
 
     def __bool__(self) -> bool:

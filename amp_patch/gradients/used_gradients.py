@@ -32,7 +32,8 @@ class UsedGradients:
     """The half gradients that a step has used, or will; weakly held where they are large.
 
     Attributes:
-        has_older: whether some are of passes before those for the last step.
+        has_older: whether an earlier step has used some of them, which no pass had reached since
+            when they were noted.
     """
 
     def __init__(self) -> None:

@@ -93,7 +93,8 @@ class HeldParams:
         self._ranks_follow = ranks is None
         self.ranks = ranks or StepRanks()
         self._strays: Strays | None = None
-        self._let_go: Callable[[], LetGo | None] = lambda: None  # weak, for it knows this object
+        # a weak method: `PartedParams`, whose it is, holds this object
+        self._let_go: Callable[[], LetGo | None] = lambda: None
         self._looks = False
         self.joined: list[Joined] = []
 

@@ -40,8 +40,10 @@ class Zeroing:
         self.was_cleared = self.was_abandoned = False
         self._passes_stepped = 0
         self._had_used = False
-        self._added_to_used = ""  # by what, if a pass has, and it was not stepped yet
-        self._found_used = False  # of a plain backward, by the step that runs
+        # what the next step warns of, where a pass has added to used gradients; else ""
+        self._added_to_used = ""
+        # whether the step that runs has found gradients that an earlier one has used
+        self._found_used = False
         self._is_empty = False  # whether the step that runs, or the pass that ends, has none
         self._has_stepped = False  # whether a step had some
         self._is_alone = True  # whether the last pass was of this optimizer alone

@@ -34,7 +34,7 @@ class UnseenHalfWrites:
     def may_be_any(self) -> bool:
         """Return whether there may be such writes since this was asked last.
 
-        But for those through what a script has kept of a weight, which keeps its memory.
+        Writes through a view that the script still holds are found by `kernels.large_copies`.
         """
         before, self._reads = self._reads, self._values.data_reads
         self._was_told = self._reads != before
