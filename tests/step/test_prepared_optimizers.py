@@ -149,7 +149,7 @@ def test_optimizers_are_found_alone_and_in_lists_where_all_are_set_up(
     for given in (unknown, [], [one, unknown], [one, None], None, {one}):
         assert prepared.steps_of(given) == []
     assert prepared.others(steps) == []
-    assert prepared.others(steps[:1]) == [steps[1].backward]
+    assert prepared.others(steps[:1]) == [steps[1].backward.others]
 
 
 @pytest.mark.parametrize("level", WITH_MASTERS)
