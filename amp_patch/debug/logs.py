@@ -116,7 +116,7 @@ class StepLog(StepObserver):
             return  # no block of scale_loss came before, or it was captured
         number = self._numbers.get(optimizer, 0) + 1
         self._numbers[optimizer] = number
-        self._waiting.append(_Step(number, scales, skip.outcome, self._sources))
+        self._waiting.append(_Step(number, scales, skip.outcome.value, self._sources))
         self._sources = None
         self._write(wait=False)
 

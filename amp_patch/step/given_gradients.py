@@ -34,7 +34,7 @@ def skip_nonfinite(skip: Skip, held: HeldParams, are_shared: bool) -> None:
         are_shared: whether the script may have shared them by hand. Else they are looked at only
             where gradients that overflowed were cleared since the last step, or left by it.
     """
-    if skip.is_certain or not (are_shared or skip.has_cleared() or skip.has_left()):
+    if skip.is_certain or not (are_shared or skip.cleared.known() or skip.left.known()):
         return
     grads = [grad for grad in map(stored_grad, held.pairs().master) if grad is not None]
     if grads and captures.are_made(grads[0].device):
@@ -46,7 +46,7 @@ def skip_nonfinite(skip: Skip, held: HeldParams, are_shared: bool) -> None:
                 "Gradient overflow.  Skipping step, gradients that ranks share after "
                 "scale_loss() are not finite"
             )
-        elif skip.has_cleared():
+        elif skip.cleared.known():
             skip.ask(
                 "Gradient overflow.  Skipping step, gradients were put back that had "
                 "overflowed before they were cleared"

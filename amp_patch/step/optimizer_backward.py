@@ -165,7 +165,7 @@ class OptimizerBackward:
             self.foreign.add_to()
         self.zeroing.begin(self.pairs, is_alone)
         self.gradients.set_aside(pairs, scale)
-        if self.skip.outcome:
+        if self.skip.outcome.value:
             self.skip.note_pass(self.gradients.are_left and not self.ranks.groups)
         self.current.open(backward_pass, pairs if is_alone else self.pairs(), scale, is_scaled)
         if self.zeroing.is_watched:
@@ -248,7 +248,7 @@ class OptimizerBackward:
 
         Not where the last pass had a scale of 1, at which no overflow has a consequence.
         """
-        have_overflowed = self.skip.cleared or self.skip.left
+        have_overflowed = self.skip.cleared.value or self.skip.left.value
         if self.current.is_scaled and (self.decides_alone or have_overflowed):
             skip_nonfinite(self.skip, self.held, are_shared=self.decides_alone)
 

@@ -37,6 +37,29 @@ class Pending(Protocol):
         """Return flags, float32 and not 0 where it overflowed; none where that has no effect."""
 
 
+class Outcome:
+    """Whether something is so, which a device may have yet to tell.
+
+    Attributes:
+        value: whether it is; of a device a copy of its flag, not 0 where it is, until `known` was
+            asked.
+    """
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: bool | HostCopy) -> None:
+        self.value = value
+
+    def known(self) -> bool:
+        """Return whether it is so; waits for a device that has yet to tell."""
+        if isinstance(self.value, HostCopy):
+            self.value = bool(self.value.wait().item())
+        return self.value
+
+
+_NO, _YES = Outcome(False), Outcome(True)
+
+
 class Announcement:
     """The line about one step of an optimizer, if that is skipped.
 
@@ -96,9 +119,10 @@ class Skip:
         flag: fp32, 0-dim, not 0 where a device found a reason; None where no device was asked.
         pending: checks that may yet ask for a skip, the earliest first.
         cleared: whether gradients that overflowed were cleared since the last step, of which the
-            script may hold copies; not 0 where a device has yet to tell, see `has_cleared`.
+            script may hold copies.
         left: whether those of the last step, which was skipped, may still be there, for the next
-            backward to add to; not 0 where a device has yet to tell, see `has_left`.
+            backward to add to.
+        outcome: whether the last step was skipped.
         count: the steps so far, and how many of them were skipped.
         reason: why the last step was skipped, where the host knew a reason before it; else "".
     """
@@ -110,12 +134,12 @@ class Skip:
         self.is_certain = False
         self.flag: Tensor | None = None
         self.pending: list[Pending] = []
-        self.cleared: bool | HostCopy = False
+        self.cleared = _NO
         self._cleared_flag: Tensor | None = None
-        self.left: bool | HostCopy = False
+        self.left = _NO
         self._may_be_left = False  # until the first pass since the step, or a clear
         self.count = StepCount()
-        self._was_skipped: bool | HostCopy = False
+        self.outcome = _NO
 
     @property
     def is_possible(self) -> bool:
@@ -177,22 +201,17 @@ class Skip:
     def forget_cleared(self) -> None:
         """The script has cleared the gradients of the next step, and may give copies back."""
         if self.is_certain:
-            self.cleared = True
+            self.cleared = _YES
         elif self.flag is not None and not captures.are_made(self.flag.device):
             self._cleared_flag = either(self._cleared_flag, self.flag)
-            self.cleared = self.cleared is True or HostCopy(self._cleared_flag)
-        self.left = self._may_be_left = False
+            if self.cleared.value is not True:
+                self.cleared = Outcome(HostCopy(self._cleared_flag))
+        self.note_cleared()
         self.forget()
 
     def note_cleared(self) -> None:
         """The script has cleared all gradients: none of the last step is left."""
-        self.left = self._may_be_left = False
-
-    def has_cleared(self) -> bool:
-        """Return whether gradients that overflowed were cleared; may wait for their device."""
-        if isinstance(self.cleared, HostCopy):
-            self.cleared = bool(self.cleared.wait().item())
-        return self.cleared
+        self.left, self._may_be_left = _NO, False
 
     def note_pass(self, are_left: bool) -> None:
         """A pass begins.
@@ -202,35 +221,22 @@ class Skip:
                 the step, unless they were cleared, maybe by zeros in their place.
         """
         if self._may_be_left and are_left:
-            self.left = self._was_skipped
+            self.left = self.outcome
         self._may_be_left = False
-
-    def has_left(self) -> bool:
-        """Return whether gradients of a skipped step are still there; may wait for their device."""
-        if isinstance(self.left, HostCopy):
-            self.left = self.was_skipped
-        return self.left
 
     def has_overflowed(self) -> bool:
         """Return whether gradients overflowed since the last step; may wait for their device."""
         can_tell = self.flag is None or not captures.are_made(self.flag.device)
-        return self.has_cleared() or (can_tell and self.found())
-
-    @property
-    def outcome(self) -> bool | HostCopy:
-        """Whether the last step was skipped; not 0 then, where a device has yet to tell."""
-        return self._was_skipped
+        return self.cleared.known() or (can_tell and self.found())
 
     @property
     def was_skipped(self) -> bool:
         """Whether the last step was skipped. May wait for its device."""
-        if isinstance(self._was_skipped, HostCopy):
-            self._was_skipped = bool(self._was_skipped.wait().item())
-        return self._was_skipped
+        return self.outcome.known()
 
     def note_made(self, flag: Tensor | None) -> None:
         """The step was made; where it was given a flag, that says later if it changed anything."""
-        self._was_skipped, self.reason = False, ""
+        self.outcome, self.reason = _NO, ""
         if flag is None:
             self.count.steps += 1
         else:
@@ -239,21 +245,22 @@ class Skip:
 
     def note_skipped(self) -> None:
         """The step was skipped; say why, when that is known."""
-        self._was_skipped, self.reason = True, self._next_reason
+        self.outcome, self.reason = _YES, self._next_reason
         self.count.add_skipped()
         self._end_announcement()
         self._end()
-        self.left = True
+        self.left = _YES
 
     def _end(self) -> None:
         self.forget()
-        self.cleared = self.left = False
+        self.cleared = self.left = _NO
         self._may_be_left = True
         self._cleared_flag = None
 
     def _end_made(self, flag: Tensor) -> None:
-        self._was_skipped = outcome = HostCopy(flag)
-        self.count.add_late(outcome)
+        skipped = HostCopy(flag)
+        self.outcome = Outcome(skipped)
+        self.count.add_late(skipped)
         self._end_announcement()
 
     def _end_announcement(self) -> None:

@@ -18,13 +18,14 @@ from support import CountItems, scaled_backward, trains
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
+from amp_patch.kernels import HostCopy
 from amp_patch.optimizers import FusedLAMB
 from amp_patch.scaling import device_scaler
 from amp_patch.scaling.loss_scaler import LossScaler
 from amp_patch.scaling.scale_rule import ScaleRule
 from amp_patch.session import session
 from amp_patch.step import loss_scaling
-from amp_patch.step.skip import Skip
+from amp_patch.step.skip import Outcome, Skip
 
 MAKERS: dict[str, Callable[..., Optimizer]] = {
     "adamw": lambda params: AdamW(params, lr=0.125, fused=True),
@@ -530,7 +531,7 @@ def test_cleared_gradients_of_skipped_steps_are_not_taken_for_left_ones(
             with amp.scale_loss(loss, optimizer) as scaled_loss:
                 scaled_loss.backward()
         skip = session.optimizers.steps[optimizer].skip
-        assert skip.left is False
+        assert skip.left.value is False
         optimizer.step()
         assert amp.step_was_skipped(optimizer) == (factor != 1.0)
 
@@ -555,4 +556,15 @@ def test_what_overflowed_and_was_cleared_stays_known_whatever_is_cleared_later(
     skip.forget_cleared()
     skip.ask_where(torch.tensor([later]))
     skip.forget_cleared()
-    assert skip.has_cleared()
+    assert skip.cleared.known()
+
+
+@pytest.mark.parametrize("flag", [0.0, 1.0, 2.0])
+def test_what_a_device_has_found_is_asked_for_once(
+    monkeypatch: pytest.MonkeyPatch, flag: float
+) -> None:
+    outcome = Outcome(HostCopy(torch.tensor(flag)))
+    assert isinstance(outcome.value, HostCopy)
+    assert outcome.known() is (flag != 0.0)
+    monkeypatch.setattr(HostCopy, "wait", None)
+    assert outcome.known() is outcome.value is (flag != 0.0)
