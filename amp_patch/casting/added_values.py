@@ -15,8 +15,10 @@ from typing import Any
 
 from torch import Tensor, int64
 
+from amp_patch.levels import HALVES
+
 from .argument_casts import tensors_in
-from .mode import HALVES, casts_are_on, mode
+from .mode import casts_are_on, mode
 
 Function = Callable[..., Any]
 Args = tuple[Any, ...]

@@ -17,7 +17,9 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
-from .mode import FLOATS, HALVES, process
+from amp_patch.levels import HALVES
+
+from .mode import FLOATS, process
 from .nested import map_tensors
 from .shared_casts import CAST
 

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from amp_patch.levels import HALVES
 from amp_patch.patching import Patches, resolve_in
-
-from .mode import HALVES
 
 
 def install(

@@ -21,10 +21,11 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from amp_patch import kernels
+from amp_patch.levels import HALVES
 from amp_patch.patching import stood_for
 
 from .argument_casts import is_on_cast_device, to_float
-from .mode import FLOATS, HALVES, OFF, mode, process
+from .mode import FLOATS, OFF, mode, process
 from .usual_calls import AUTOGRAD, below_autograd
 
 Function = Callable[..., Any]

@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
+from amp_patch.levels import HALVES
 from amp_patch.patching import hide_from_torchscript
 
-from .mode import HALVES, casts_are_on, mode
+from .mode import casts_are_on, mode
 from .torch_compile import leave_out
 
 Function = Callable[..., Any]

@@ -20,9 +20,9 @@ from torch.autograd import Function, forward_ad
 from torch.autograd.function import FunctionCtx
 from torch.nn import Module, Parameter
 
+from amp_patch.levels import HALVES
 from amp_patch.weak_modules import ModuleTable
 
-from .mode import HALVES
 from .shared_casts import USES, is_in_selective_checkpoint, is_recorded
 
 #: Of so few uses no weight needs parts.

@@ -17,12 +17,13 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 
+from amp_patch.levels import HALVES
 from amp_patch.patching import stand_for
 
 from .argument_casts import is_sparse_on_cpu, tensors_in, to_dtype, to_float
 from .cpu_convolutions import right_on_cpu
 from .many_uses import in_parts, is_used_up, used
-from .mode import HALVES, mode
+from .mode import mode
 
 Function = Callable[..., Any]
 

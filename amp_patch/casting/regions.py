@@ -18,12 +18,13 @@ from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode
 
 from amp_patch.imported_modules import is_left_alone
+from amp_patch.levels import HALVES
 from amp_patch.patching import resolve
 
 from . import targets
 from .argument_casts import tensors_in, to_dtype
 from .half_numbers import in_half, in_its_dtype
-from .mode import HALVES, mode, process
+from .mode import mode, process
 
 F = TypeVar("F", bound=Callable[..., Any])
 C = TypeVar("C", bound="CastContext")

@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch.compiler import is_compiling
 
+from amp_patch.levels import HALVES
+
 from .argument_casts import dtypes_in, tensors_in, to_dtype
 from .call_checks import is_left_alone, name_of
-from .mode import HALVES, OFF, mode, process
+from .mode import OFF, mode, process
 
 Function = Callable[..., Any]
 #: Called for each cast with apex's words, "Float->Half (linear)".

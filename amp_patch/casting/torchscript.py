@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from amp_patch.levels import HALVES
+
 from .argument_casts import is_half, is_on_cast_device, need_no_cast, tensors_in, to_float
-from .mode import HALVES, casts_are_on
+from .mode import casts_are_on
 
 
 def _compiled(original: Callable[..., Any]) -> Callable[..., Any]:

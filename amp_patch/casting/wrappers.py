@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from amp_patch.levels import HALVES
 from amp_patch.patching import stood_for
 from amp_patch.warn_once import warn_once
 
@@ -42,7 +43,7 @@ from .call_checks import (
 )
 from .cpu_convolutions import right_on_cpu
 from .kept_wrappers import KeptWrappers
-from .mode import FLOATS, HALVES, OFF, mode, process
+from .mode import FLOATS, OFF, mode, process
 from .rules import ROUNDED_ONCE
 from .shared_casts import shared_cast
 from .told_casts import Observer, telling, telling_cast

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from amp_patch.casting.mode import HALVES
+from amp_patch.levels import HALVES
 
 from .places import readable
 from .ranges import Range, can_look, largest_scale, numbers_of, ranges_of

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from amp_patch import kernels
-from amp_patch.casting.mode import HALVES
 from amp_patch.distributed.shards import any_spread, local, spread_as
 from amp_patch.kernels import CudaGradCheck, GradCheck, small_tensors, torch_kernels
 from amp_patch.kernels.dense_rows import chosen
@@ -24,6 +23,7 @@ from amp_patch.kernels.getters import DTYPE, IS_CPU, IS_SPARSE
 from amp_patch.kernels.reusable import Reusable
 from amp_patch.kernels.tensor_lists import kind_of
 from amp_patch.kernels.without_grad import without_grad
+from amp_patch.levels import HALVES
 from amp_patch.weights.parameter_lists import (
     Tensors,
     all_are,

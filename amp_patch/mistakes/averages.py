@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from amp_patch.casting.libraries.mixtures import mixed, widened
-from amp_patch.casting.mode import HALVES
 from amp_patch.kernels.getters import DTYPE
+from amp_patch.levels import HALVES
 from amp_patch.patching import hide_from_torchscript
 from amp_patch.weights.fp32_values import FP32Values
 

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_patch.casting.mode import HALVES
 from amp_patch.casting.running_modules import running_modules
-from amp_patch.levels import OptLevel
+from amp_patch.levels import HALVES, OptLevel
 from amp_patch.warn_once import warn_once
 from amp_patch.weights.half_storage import kept_in_fp32
 

@@ -16,11 +16,11 @@ import torch
 from torch import nn
 from torch.nn.utils import stateless
 
-from amp_patch.casting.mode import FLOATS, HALVES
+from amp_patch.casting.mode import FLOATS
 from amp_patch.casting.nested import map_tensors
 from amp_patch.casting.running_modules import running_modules
 from amp_patch.imported_modules import is_left_alone
-from amp_patch.levels import OptLevel
+from amp_patch.levels import HALVES, OptLevel
 from amp_patch.weights.half_storage import kept_by_name, kept_in_fp32
 
 from .error_places import Place, frames, is_within, operands, owner_of

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_patch.casting import gradient_hooks, torch_sites
-from amp_patch.casting.mode import HALVES
 from amp_patch.distributed import unsynced
 from amp_patch.distributed.unsynced import Unsynced
-from amp_patch.levels import OptLevel
+from amp_patch.levels import HALVES, OptLevel
 from amp_patch.patching import Patches
 from amp_patch.scaling.loss_scaler import LossScaler
 from amp_patch.step.autograd_graph import leaves_of

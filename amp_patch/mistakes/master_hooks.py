@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_patch.casting.mode import HALVES
 from amp_patch.casting.torch_compile import never_trace
+from amp_patch.levels import HALVES
 
 from .master_inputs import EdgeOfMaster
 

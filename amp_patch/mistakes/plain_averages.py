@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
-from amp_patch.casting.mode import HALVES
 from amp_patch.kernels.graph_capture import captures
+from amp_patch.levels import HALVES
 from amp_patch.living_objects import dtype_of, instances, is_leaf
 from amp_patch.warn_once import warn_once
 

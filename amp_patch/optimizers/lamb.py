@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from amp_patch.casting.mode import HALVES
 from amp_patch.distributed.shards import any_spread, beside, by_mesh, local, whole
 from amp_patch.kernels import cuda_module, torch_optimizers
 from amp_patch.kernels.cuda_launch import launch
@@ -27,6 +26,7 @@ from amp_patch.kernels.cuda_optimizers import (
 from amp_patch.kernels.dense_rows import Part
 from amp_patch.kernels.torch_kernels import alike, norms_of
 from amp_patch.kernels.torch_norms import combined
+from amp_patch.levels import HALVES
 
 from .counted_groups import CountedUpdate, state_columns
 from .groups import ParamState, StepInputs

@@ -13,11 +13,12 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
-from amp_patch.casting.mode import HALVES, mode
+from amp_patch.casting.mode import mode
 from amp_patch.casting.running_modules import is_called
 from amp_patch.distributed.engines import refuse_join
 from amp_patch.distributed.process_groups import StepRanks
 from amp_patch.early_looks import WATCHED
+from amp_patch.levels import HALVES
 from amp_patch.optimizers.device_flag import must_be_told, step_by_flag
 from amp_patch.optimizers.direct_step import DirectStep
 from amp_patch.optimizers.fused_by_default import FusedByDefault

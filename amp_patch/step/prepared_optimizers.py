@@ -12,11 +12,10 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from amp_patch.casting.mode import HALVES
 from amp_patch.distributed.engines import is_zero, local_optimizer
 from amp_patch.distributed.process_groups import StepRanks
 from amp_patch.distributed.shards import any_spread
-from amp_patch.levels import OptLevel
+from amp_patch.levels import HALVES, OptLevel
 from amp_patch.optimizers.groups import params_of
 from amp_patch.optimizers.registry import refuse_unknown
 from amp_patch.optimizers.wrapped_optimizers import wrapped_by

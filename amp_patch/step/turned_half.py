@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from amp_patch.casting.mode import HALVES
 from amp_patch.kernels.default_device import without_default_device
 from amp_patch.kernels.getters import DTYPE
+from amp_patch.levels import HALVES
 from amp_patch.weights.parameter_lists import store_grad, stored_grad
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from amp_patch.casting.mode import HALVES
 from amp_patch.casting.torch_compile import never_trace
 from amp_patch.casting.weight_cache import WeightCache
+from amp_patch.levels import HALVES
 
 from .loss_scaling import NoScaling
 from .scaled_loss import LossBlock

@@ -12,9 +12,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from amp_patch.casting.mode import HALVES
 from amp_patch.debug.trace import LastPass, tracer
 from amp_patch.distributed.shards import local
+from amp_patch.levels import HALVES
 from amp_patch.session import session
 from amp_patch.step.given_gradients import NOT_CLEARED
 from amp_patch.step.observers import StepObserver

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_patch.casting.argument_casts import tensors_in
-from amp_patch.casting.mode import HALVES
 from amp_patch.casting.nested import map_tensors
+from amp_patch.levels import HALVES
 
 
 class SameRandomNumbers(TorchDispatchMode):

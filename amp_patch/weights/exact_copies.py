@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_patch.casting.mode import HALVES
 from amp_patch.distributed.shards import set_data
+from amp_patch.levels import HALVES
 from amp_patch.patching import Patches
 
 from .fp32_values import FP32Values

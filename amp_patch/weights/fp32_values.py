@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from amp_patch.casting.mode import HALVES
 from amp_patch.distributed.shards import detached, is_spread, place, same_numbers, version_of
 from amp_patch.kernels.graph_capture import captures
 from amp_patch.kernels.without_grad import without_grad
+from amp_patch.levels import HALVES
 
 from .alike_values import AlikeValues
 from .half_bits import have_same_bits

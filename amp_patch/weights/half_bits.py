@@ -11,7 +11,7 @@ from itertools import compress
 import torch
 from torch import Tensor, nn
 
-from amp_patch.casting.mode import HALVES
+from amp_patch.levels import HALVES
 
 #: A prime, of which rows of no layer have a multiple.
 _STRIDE = 1021

@@ -17,11 +17,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from amp_patch.casting.argument_casts import is_made_later
 from amp_patch.casting.libraries.foreign_objects import cast_object
-from amp_patch.casting.mode import FLOATS, HALVES, mode, process
+from amp_patch.casting.mode import FLOATS, mode, process
 from amp_patch.casting.nested import map_tensors
 from amp_patch.casting.running_modules import calls_of
 from amp_patch.casting.shared_casts import CAST
 from amp_patch.casting.torch_compile import call_as_traced, is_exporting, leave_out, order_hooks
+from amp_patch.levels import HALVES
 from amp_patch.warn_once import warn_once
 
 from .kept_inputs import put_back

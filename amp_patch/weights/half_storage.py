@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from amp_patch.casting.mode import FLOATS, HALVES
+from amp_patch.casting.mode import FLOATS
 from amp_patch.distributed.shards import same_numbers, set_data
+from amp_patch.levels import HALVES
 
 from . import parametrizations
 

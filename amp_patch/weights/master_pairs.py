@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from amp_patch.casting.mode import HALVES
 from amp_patch.distributed.shards import is_spread, local, same_numbers, set_data, version_of
 from amp_patch.kernels.getters import VERSION
+from amp_patch.levels import HALVES
 
 from .followed_memory import FollowedMemory
 from .fp32_values import FP32Values

@@ -15,10 +15,11 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from amp_patch.casting.mode import HALVES, mode
+from amp_patch.casting.mode import mode
 from amp_patch.casting.regions import FloatRegion, HalfRegion, end_block
 from amp_patch.casting.torch_compile import order_hooks
 from amp_patch.did_you_mean import near
+from amp_patch.levels import HALVES
 
 from .half_model import FollowsCopies, cast_floats, dtype_of_weights, remove_hooks
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from amp_patch.casting import many_uses
 from amp_patch.casting.argument_casts import is_on_cast_device
-from amp_patch.casting.mode import ALL_DEVICES, HALVES, OFF, process
+from amp_patch.casting.mode import ALL_DEVICES, OFF, process
 from amp_patch.casting.weight_cache import WeightCache
 from amp_patch.distributed.flat_parameters import refuse_original_params
 from amp_patch.distributed.fully_sharded import (
@@ -25,7 +25,7 @@ from amp_patch.distributed.fully_sharded import (
     reshard,
 )
 from amp_patch.distributed.shards import set_data
-from amp_patch.levels import OptLevel
+from amp_patch.levels import HALVES, OptLevel
 from amp_patch.weak_modules import ModuleTable
 
 from . import half_model, half_storage, kept_inputs, module_rules, parametrizations

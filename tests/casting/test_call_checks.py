@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from amp_patch import amp as public
 from amp_patch.casting import call_checks
-from amp_patch.casting.mode import HALVES
+from amp_patch.levels import HALVES
 
 
 @given(dtypes=st.lists(ANY_DTYPE, min_size=1, max_size=4))

@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from amp_patch.casting.mode import ALL_DEVICES, HALVES, OFF, mode, process
+from amp_patch.casting.mode import ALL_DEVICES, OFF, mode, process
+from amp_patch.levels import HALVES
 from amp_patch.weights import half_model
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64

@@ -15,9 +15,10 @@ from torch.compiler import is_compiling
 
 from amp_patch.casting import fused_loss
 from amp_patch.casting.argument_casts import to_float
-from amp_patch.casting.mode import FLOATS, HALVES, OFF, mode, process
+from amp_patch.casting.mode import FLOATS, OFF, mode, process
 from amp_patch.casting.nested import map_tensors
 from amp_patch.casting.regions import FloatRegion
+from amp_patch.levels import HALVES
 
 from .call_arguments import (
     Args,

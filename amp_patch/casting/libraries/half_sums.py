@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.autograd import Function, forward_ad
 from torch.autograd.function import FunctionCtx
 
-from amp_patch.casting.mode import HALVES
 from amp_patch.casting.shared_casts import is_recorded
+from amp_patch.levels import HALVES
 
 #: How many numbers are in float32 at once, about: a share of all, but no less than 1 MB, or 8 MB on
 #: a GPU, where each piece is two launches.

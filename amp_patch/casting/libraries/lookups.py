@@ -19,8 +19,8 @@ from torch.compiler import is_compiling
 from torch.nn import Parameter
 
 from amp_patch.casting.many_uses import in_parts, is_used_up, used
-from amp_patch.casting.mode import HALVES
 from amp_patch.casting.shared_casts import is_recorded
+from amp_patch.levels import HALVES
 from amp_patch.patching import stand_for
 
 from .half_sums import sums_at

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from amp_patch.casting.meeting_dtypes import casting_where_they_meet
-from amp_patch.casting.mode import HALVES, mode
+from amp_patch.casting.mode import mode
+from amp_patch.levels import HALVES
 from amp_patch.patching import stand_for
 
 from .call_arguments import Function, Kwargs

@@ -16,9 +16,10 @@ from torch.compiler import is_compiling
 
 from amp_patch.casting.argument_casts import is_on_cast_device
 from amp_patch.casting.cached_casts import is_large
-from amp_patch.casting.mode import HALVES, OFF, mode, process
+from amp_patch.casting.mode import OFF, mode, process
 from amp_patch.casting.nested import map_tensors
 from amp_patch.casting.shared_casts import is_recorded
+from amp_patch.levels import HALVES
 
 from .call_arguments import (
     Args,

@@ -24,8 +24,8 @@ from amp_patch.casting import held_functions
 from amp_patch.casting.kept_wrappers import KeptWrappers
 from amp_patch.casting.libraries import library_functions, library_rules
 from amp_patch.casting.libraries.library_casts import Rule, wrap
-from amp_patch.casting.mode import HALVES
 from amp_patch.casting.targets import no_half_targets
+from amp_patch.levels import HALVES
 from amp_patch.patching import resolve
 from amp_patch.session import session
 from amp_patch.weights import prepared_models

@@ -10,9 +10,9 @@ import math
 import torch
 from torch import Tensor
 
-from amp_patch.casting.mode import HALVES
 from amp_patch.kernels import alike
 from amp_patch.kernels.torch_norms import norms_of
+from amp_patch.levels import HALVES
 
 from .tensor_lists import Lists, columns_of, raise_flag, widened
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from amp_patch.casting.mode import HALVES
 from amp_patch.kernels import alike
+from amp_patch.levels import HALVES
 
 from .tensor_lists import Lists, columns_of, is_known_set, unless_set, widened, write_back
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from amp_patch.casting.mode import HALVES
+from amp_patch.levels import HALVES
 from amp_patch.patching import Patches
 from amp_patch.scaling.loss_scaler import LossScaler as CoreScaler
 from amp_patch.session import session

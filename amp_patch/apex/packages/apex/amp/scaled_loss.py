@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from amp_patch import amp
 from amp_patch.arguments import loss_of
-from amp_patch.casting.mode import HALVES
 from amp_patch.casting.torch_compile import never_trace
+from amp_patch.levels import HALVES
 from amp_patch.session import session
 from amp_patch.step.scaled_loss import ScaledLoss
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from amp_patch.casting.mode import HALVES
 from amp_patch.kernels.graph_capture import captures
+from amp_patch.levels import HALVES
 from amp_patch.optimizers import registry
 from amp_patch.optimizers.cuda_step import CudaStep
 from amp_patch.weights.lazy_gradients import LazyGradients
