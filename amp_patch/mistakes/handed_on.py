@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from amp_patch.arguments.kinds import as_list
 from amp_patch.distributed.shards import local
 
 
@@ -27,10 +28,10 @@ def goes_on(leaves: Iterable[Tensor], tensors: Any, grad_tensors: Any) -> bool:
     """
     inputs = _inputs(leaves)
     detached, written = _places(inputs), _places(leaf.grad for leaf in inputs)
-    grads = _listed(grad_tensors)
+    grads = as_list(grad_tensors)
     return all(grad is not None for grad in grads) and all(
         _place(grad) in written or _place(tensor) in detached
-        for tensor, grad in zip(_listed(tensors), grads, strict=False)
+        for tensor, grad in zip(as_list(tensors), grads, strict=False)
     )
 
 
@@ -41,15 +42,11 @@ def begins_with_gradients_of(leaves: Iterable[Tensor], grad_tensors: Any) -> boo
         leaves, grad_tensors: see `goes_on`.
     """
     written = _places(leaf.grad for leaf in _inputs(leaves))
-    return any(_place(grad) in written for grad in _listed(grad_tensors))
+    return any(_place(grad) in written for grad in as_list(grad_tensors))
 
 
 def _inputs(leaves: Iterable[Tensor]) -> list[Tensor]:
     return [leaf for leaf in leaves if not isinstance(leaf, nn.Parameter)]
-
-
-def _listed(given: Any) -> list[Any]:
-    return list(given) if isinstance(given, (list, tuple)) else [given]
 
 
 def _places(tensors: Iterable[Any]) -> set[int | None]:
