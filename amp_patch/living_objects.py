@@ -1,8 +1,10 @@
-"""Finds the living instances of a class, whatever other threads do and state they are in."""
+"""Finds the living instances of a class, whatever other threads do; calls what lives still."""
 
 from __future__ import annotations
 
 import gc
+import weakref
+from collections.abc import Callable
 from itertools import chain, starmap
 from typing import Any, TypeVar
 
@@ -66,3 +68,14 @@ def is_leaf(tensor: Tensor) -> bool:
         return tensor.is_leaf
     except RuntimeError:
         return False
+
+
+def weakly(method: Callable[[], object]) -> Callable[[], None]:
+    """Return a function that calls a method as long as its object lives."""
+    reference = weakref.WeakMethod(method)
+
+    def call() -> None:
+        if (alive := reference()) is not None:
+            alive()
+
+    return call

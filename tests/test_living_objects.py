@@ -11,7 +11,7 @@ import torch
 from support import scaled_backward
 from torch import Tensor, nn
 
-from amp_patch.living_objects import instances, is_leaf, living_modules
+from amp_patch.living_objects import instances, is_leaf, living_modules, weakly
 
 
 class Layer(nn.Linear):
@@ -108,3 +108,17 @@ def test_threads_beside_make_their_tuples() -> None:
         for thread in threads:
             thread.join()
     assert not failed
+
+
+def test_a_method_is_called_as_long_as_its_object_lives() -> None:
+    class Counter:
+        def count(self) -> None:
+            counted.append(1)
+
+    counted: list[int] = []
+    counter = Counter()
+    call = weakly(counter.count)
+    call()
+    del counter
+    call()
+    assert counted == [1]

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from amp_patch.distributed.engines import is_zero
 from amp_patch.distributed.saved_masters import SavedMasters
+from amp_patch.living_objects import weakly
 from amp_patch.optimizers.half_eps import warn_of_eps, watch_first_step
 
 from .held_params import HeldParams
@@ -60,7 +61,7 @@ class OptimizerState:
             # makes masters of parameters that were unfrozen, for torch loads state in their dtype
             self._call_before_loads(optimizer, held.pairs)
             self._call_after_loads(optimizer, held.masters.pairs.follow_loaded_state)
-            drop = _weakly(self._drop_reads)
+            drop = weakly(self._drop_reads)
             hook = optimizer.register_state_dict_pre_hook(lambda _: drop())
             self._undo.append(hook.remove)
         else:  # a state that another optimizer has saved may bring another eps
@@ -123,22 +124,11 @@ class OptimizerState:
         return ((param, state) for param, state in pairs if isinstance(state, dict))
 
     def _call_after_loads(self, optimizer: Optimizer, method: Callable[[], object]) -> None:
-        call = _weakly(method)
+        call = weakly(method)
         hook = optimizer.register_load_state_dict_post_hook(lambda _: call())
         self._undo.append(hook.remove)
 
     def _call_before_loads(self, optimizer: Optimizer, method: Callable[[], object]) -> None:
-        call = _weakly(method)
+        call = weakly(method)
         hook = optimizer.register_load_state_dict_pre_hook(lambda *_: call())
         self._undo.append(hook.remove)
-
-
-def _weakly(method: Callable[[], object]) -> Callable[[], None]:
-    """Return a function that calls a method as long as its object lives."""
-    reference = weakref.WeakMethod(method)
-
-    def call() -> None:
-        if (alive := reference()) is not None:
-            alive()
-
-    return call

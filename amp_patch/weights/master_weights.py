@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from amp_patch.distributed.shards import is_spread, local
 from amp_patch.kernels import small_tensors
 from amp_patch.kernels.default_device import without_default_device
+from amp_patch.living_objects import weakly
 from amp_patch.patching import put
 
 from .fp32_values import FP32Values
@@ -111,8 +112,7 @@ class MasterWeights:
 
     def call_when_reordered(self, method: Callable[[], object]) -> None:
         """Have a method called where masters lie in another order of memory; it is held weakly."""
-        reference: Any = weakref.WeakMethod(method)
-        self.pairs.memory.when_reordered = lambda: (call := reference()) and call()
+        self.pairs.memory.when_reordered = weakly(method)
 
     def clear_grads(self) -> None:
         """Drop the masters' gradients; those of the parameters go before the next backward."""
