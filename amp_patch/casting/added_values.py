@@ -17,11 +17,10 @@ from torch import Tensor, int64
 
 from amp_patch.levels import HALVES
 
+from . import Args, Function
 from .argument_casts import tensors_in
 from .mode import casts_are_on, mode
 
-Function = Callable[..., Any]
-Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
 #: A target of more than `_SMALL` numbers gets a float32 copy only where it has at most `_SHARE`

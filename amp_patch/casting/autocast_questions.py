@@ -20,10 +20,9 @@ import torch
 from amp_patch.imported_modules import is_left_alone
 from amp_patch.patching import Patches
 
+from . import Function
 from .mode import OFF, cast_dtype, mode, process
 from .torch_compile import traced
-
-Function = Callable[..., Any]
 
 # Nothing is replaced in the namespace of torch's C code: its answer is torch's own.
 _autocast_is_on = torch._C.is_autocast_enabled

@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 
+from . import Function
 from .autocast_questions import dtype_of_casts, for_all_but_torch
 from .mode import mode, process
-
-Function = Callable[..., Any]
 
 # Nothing is replaced in the namespace of torch's C code.
 _autocast_is_on = torch._C.is_autocast_enabled

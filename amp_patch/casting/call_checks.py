@@ -6,7 +6,7 @@ Knows tensors, which functions are torch's own and where casts do not act; casts
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -14,11 +14,10 @@ from torch import Tensor
 from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.overrides import has_torch_function
 
+from . import Function
 from .argument_casts import dtypes_in, is_on_cast_device, need_no_cast
 from .mode import FLOATS
 from .usual_calls import AUTOGRAD, below_autograd
-
-Function = Callable[..., Any]
 
 
 def name_of(function: Function) -> str:

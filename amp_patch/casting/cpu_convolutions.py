@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
+from . import Function
 from .argument_casts import to_float
-
-Function = Callable[..., Any]
 
 
 def right_on_cpu(function: Function) -> Function:

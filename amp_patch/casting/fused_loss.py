@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -24,11 +24,10 @@ from amp_patch import kernels
 from amp_patch.levels import HALVES
 from amp_patch.patching import stood_for
 
+from . import Function
 from .argument_casts import is_on_cast_device, to_float
 from .mode import FLOATS, OFF, mode, process
 from .usual_calls import AUTOGRAD, below_autograd
-
-Function = Callable[..., Any]
 
 
 def has_kernel(function: Function) -> bool:

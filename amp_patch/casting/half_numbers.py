@@ -25,10 +25,9 @@ from torch.compiler import is_dynamo_compiling
 from amp_patch.levels import HALVES
 from amp_patch.patching import hide_from_torchscript
 
+from . import Function
 from .mode import casts_are_on, mode
 from .torch_compile import leave_out
-
-Function = Callable[..., Any]
 
 #: What fills a tensor, or a part of it, with a number. `written_values` has those that write at
 #: indices.

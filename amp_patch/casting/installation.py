@@ -22,10 +22,9 @@ from amp_patch.patching import (
     stood_for,
 )
 
-from . import targets
+from . import Function, targets
 from .kept_wrappers import KeptWrappers
 
-Function = Callable[..., Any]
 # Takes a function, its rule, and whether no other rule acts inside of it.
 Wrap = Callable[[Function, str, bool], Function]
 

@@ -20,12 +20,11 @@ from torch.nn import Parameter
 from amp_patch.levels import HALVES
 from amp_patch.patching import stand_for
 
+from . import Function
 from .argument_casts import is_sparse_on_cpu, tensors_in, to_dtype, to_float
 from .cpu_convolutions import right_on_cpu
 from .many_uses import in_parts, is_used_up, used
 from .mode import mode
-
-Function = Callable[..., Any]
 
 #: Words of `library_rules`; for layers, products of two and attention, which most calls of a model
 #: are of, the places of the arguments that are in the dtype of the first where nothing meets.

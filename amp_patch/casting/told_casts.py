@@ -14,11 +14,11 @@ from torch.compiler import is_compiling
 
 from amp_patch.levels import HALVES
 
+from . import Function
 from .argument_casts import dtypes_in, tensors_in, to_dtype
 from .call_checks import is_left_alone, name_of
 from .mode import OFF, mode, process
 
-Function = Callable[..., Any]
 #: Called for each cast with apex's words, "Float->Half (linear)".
 Observer = Callable[[str], None]
 

@@ -15,11 +15,11 @@ from torch import Tensor, is_grad_enabled, is_inference_mode_enabled
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter, functional
 
+from . import Function
 from .argument_casts import to_dtype, to_float
 from .mode import OFF, mode, process
 from .shared_casts import last_cast, new_cast
 
-Function = Callable[..., Any]
 #: Casts a parameter to a dtype.
 CastWeight = Callable[[Parameter, torch.dtype], Tensor]
 

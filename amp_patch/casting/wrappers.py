@@ -20,7 +20,7 @@ from amp_patch.levels import HALVES
 from amp_patch.patching import stood_for
 from amp_patch.warn_once import warn_once
 
-from . import fused_loss
+from . import Function, fused_loss
 from .added_values import adding_in_float32
 from .argument_casts import (
     float_on_cpu,
@@ -64,8 +64,6 @@ from .usual_calls import (
     product,
 )
 from .weight_cache import WeightCache
-
-Function = Callable[..., Any]
 
 
 class Casts:

@@ -22,14 +22,13 @@ from torch.compiler import is_dynamo_compiling
 from amp_patch.levels import HALVES
 from amp_patch.patching import hide_from_torchscript
 
+from . import Args, Function
 from .added_values import adding_in_float32
 from .argument_casts import to_dtype
 from .half_numbers import within
 from .mode import FLOATS, casts_are_on, mode
 from .torch_compile import leave_out
 
-Function = Callable[..., Any]
-Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
 #: Methods of Tensor.

@@ -15,8 +15,6 @@ from amp_patch.casting.argument_casts import is_on_cast_device, tensors_in, to_d
 from amp_patch.casting.mode import FLOATS, mode
 from amp_patch.casting.nested import map_tensors
 
-Function = Callable[..., Any]
-Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
 
 # a tuple, for torch 2.6 compiles no look into a set

@@ -13,23 +13,14 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from amp_patch.casting import fused_loss
+from amp_patch.casting import Args, Function, fused_loss
 from amp_patch.casting.argument_casts import to_float
 from amp_patch.casting.mode import FLOATS, OFF, mode, process
 from amp_patch.casting.nested import map_tensors
 from amp_patch.casting.regions import FloatRegion
 from amp_patch.levels import HALVES
 
-from .call_arguments import (
-    Args,
-    Function,
-    Kwargs,
-    NothingElseCasts,
-    cast_to,
-    floats_in,
-    map_call,
-    to_any,
-)
+from .call_arguments import Kwargs, NothingElseCasts, cast_to, floats_in, map_call, to_any
 from .foreign_objects import has_more_neighbours
 
 

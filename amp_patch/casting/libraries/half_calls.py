@@ -8,9 +8,10 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from amp_patch.casting import Args, Function
 from amp_patch.casting.mode import OFF, mode, process
 
-from .call_arguments import Args, Function, Kwargs, NothingElseCasts, cast_to, floats_in, map_call
+from .call_arguments import Kwargs, NothingElseCasts, cast_to, floats_in, map_call
 from .float32_calls import in_float_region
 from .foreign_objects import cast_frame
 from .promoted_calls import InFloat, never

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from amp_patch.casting import fused_loss
+from amp_patch.casting import Args, Function, fused_loss
 from amp_patch.casting.many_uses import used
 from amp_patch.casting.meeting_dtypes import MEETINGS, casting_where_they_meet
 from amp_patch.patching import stand_for
 
 from . import float32_calls, half_calls, promoted_calls
-from .call_arguments import Args, Function, Kwargs
+from .call_arguments import Kwargs
 from .lookups import looking_up
 from .mixtures import mixing
 from .promoted_calls import InFloat

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp_patch.casting import Function
 from amp_patch.casting.meeting_dtypes import casting_where_they_meet
 from amp_patch.casting.mode import mode
 from amp_patch.levels import HALVES
 from amp_patch.patching import stand_for
 
-from .call_arguments import Function, Kwargs
+from .call_arguments import Kwargs
 
 
 def mixing(function: Function) -> Function:

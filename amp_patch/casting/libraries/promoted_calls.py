@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from amp_patch.casting import Args, Function
 from amp_patch.casting.argument_casts import is_on_cast_device
 from amp_patch.casting.cached_casts import is_large
 from amp_patch.casting.mode import OFF, mode, process
@@ -21,16 +22,7 @@ from amp_patch.casting.nested import map_tensors
 from amp_patch.casting.shared_casts import is_recorded
 from amp_patch.levels import HALVES
 
-from .call_arguments import (
-    Args,
-    Function,
-    Kwargs,
-    NothingElseCasts,
-    cast_to,
-    floats_in,
-    map_call,
-    to_any,
-)
+from .call_arguments import Kwargs, NothingElseCasts, cast_to, floats_in, map_call, to_any
 from .foreign_objects import promote_column
 from .half_saving import HalfSaving
 from .half_sums import add_rows, can_add
