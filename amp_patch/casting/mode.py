@@ -20,6 +20,10 @@ from amp_patch.levels import HALVES as HALVES
 OFF = torch.float32
 #: The dtypes that casts cast from, to those of `HALVES`; float64 is somebody's choice.
 FLOATS = (torch.float32, *HALVES)
+#: For each of these the others, which are cast to it.
+OTHER_FLOATS: dict[Any, frozenset[torch.dtype]] = {
+    dtype: frozenset(FLOATS) - {dtype} for dtype in FLOATS
+}
 #: The device types that torch has, where no model says which ones are meant.
 ALL_DEVICES = frozenset(
     {"cpu", "cuda", "hpu", "ipu", "lazy", "maia", "meta", "mps", "mtia", "xla", "xpu"}

@@ -43,7 +43,7 @@ from .call_checks import (
 )
 from .cpu_convolutions import right_on_cpu
 from .kept_wrappers import KeptWrappers
-from .mode import FLOATS, OFF, mode, process
+from .mode import FLOATS, OFF, OTHER_FLOATS, mode, process
 from .rules import ROUNDED_ONCE
 from .shared_casts import shared_cast
 from .told_casts import Observer, telling, telling_cast
@@ -133,7 +133,7 @@ class Casts:
             if takes_sparse and not is_compiling() and any(map(is_sparse_on_cpu, args)):
                 return original(*map(float_on_cpu, args), **kwargs)
             dtype = fixed or dtype
-            if all_stay(args, kwargs, _OTHERS[dtype]) or are_handed_on(args, kwargs):
+            if all_stay(args, kwargs, OTHER_FLOATS[dtype]) or are_handed_on(args, kwargs):
                 return original(*args, **kwargs)
             # What torch.compile traces must not depend on casts that outlive an iteration.
             casts = (to_dtype, None) if is_compiling() else (cast_weight, cast_activation)
@@ -190,10 +190,6 @@ def _beneath(function: Function) -> Function:
 
 #: Products of two matrices of which one may be sparse.
 _TAKE_SPARSE = frozenset({"__matmul__", "__rmatmul__", "addmm", "dsmm", "matmul", "mm", "spmm"})
-
-
-#: What is cast to each half dtype.
-_OTHERS = {half: frozenset(FLOATS) - {half} for half in HALVES}
 
 
 def _alone(original: Function) -> Function:

@@ -26,7 +26,7 @@ from . import Args, Function
 from .added_values import adding_in_float32
 from .argument_casts import to_dtype
 from .half_numbers import within
-from .mode import FLOATS, casts_are_on, mode
+from .mode import OTHER_FLOATS, casts_are_on, mode
 from .torch_compile import leave_out
 
 Kwargs = dict[str, Any]
@@ -63,10 +63,6 @@ _FACTORS = frozenset({"alpha", "beta"})
 _NUMBERS = (int, float)  # no union: torch 2.6 compiles none
 #: Of which kinds the parts of a place are that is a view of the tensor.
 _OF_VIEWS = frozenset({int, slice, type(None), type(...)})
-#: For each dtype those that are cast to it.
-_OTHERS: dict[Any, frozenset[torch.dtype]] = {
-    dtype: frozenset(FLOATS) - {dtype} for dtype in FLOATS
-}
 
 
 def replacements() -> dict[str, Callable[[Function], Function]]:
@@ -101,7 +97,7 @@ def _casting(torchs: Function) -> Function:
                 return torchs(*args)
         if len(args) > 1 and _are_of(found, args[values_at:], kwargs.values()):
             return original(*args, **kwargs)
-        if found in _OTHERS and (mode.stored is not None or casts_are_on()):
+        if found in OTHER_FLOATS and (mode.stored is not None or casts_are_on()):
             args, kwargs = _cast(found, args, kwargs)
         return original(*args, **kwargs)
 
@@ -121,7 +117,7 @@ def _are_of(dtype: torch.dtype | None, values: Args, named: Iterable[Any]) -> bo
 
 def _cast(dtype: Any, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     """Return the arguments of a write to a tensor of a dtype, in that and within its range."""
-    others = _OTHERS[dtype]
+    others = OTHER_FLOATS[dtype]
     if any(
         isinstance(value, Tensor) and value.dtype in others for value in (*args, *kwargs.values())
     ):
