@@ -51,6 +51,7 @@ FLOORS = (
         "weak_modules",
         "did_you_mean",
         "early_looks",
+        "scales",
         "other_names",
     },
 )

@@ -12,6 +12,8 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+from amp_patch.scales import Scale
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # not every build of torch has it
 
@@ -24,7 +26,7 @@ def agree(
     found_inf: Sequence[Tensor],
     groups: Sequence[ProcessGroup],
     device: torch.device,
-    scale: float | Tensor,
+    scale: Scale,
     steps: int,
 ) -> Tensor:
     """Return one flag that is the same on every rank of the groups.

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from amp_patch.scales import Scale, kept
 from amp_patch.weights.parameter_lists import are_same, stored_grad, stored_grads
 
 from .any_values import are_any
@@ -71,15 +72,13 @@ class ForeignGradients:
     def __init__(self) -> None:
         self.found: list[tuple[Tensor, weakref.ref[Tensor] | None]] = []
         self.own_passes = 0
-        self._scale: float | Tensor = 1.0
+        self._scale: Scale = 1.0
 
     def watch(self, params: Sequence[Tensor]) -> Watch:
         """Return what `note` needs after a backward that these parameters are not meant to get."""
         return Watch.of(params, self.own_passes)
 
-    def note(
-        self, watch: Watch, unscaled: Iterable[Sequence[Tensor]], scale: float | Tensor
-    ) -> None:
+    def note(self, watch: Watch, unscaled: Iterable[Sequence[Tensor]], scale: Scale) -> None:
         """Find out what that backward wrote.
 
         Args:
@@ -93,9 +92,9 @@ class ForeignGradients:
             self.found += [
                 (param, weakref.ref(now)) for param, now in written if id(param) not in known
             ]
-            self._scale = scale.clone() if isinstance(scale, Tensor) else scale
+            self._scale = kept(scale)
 
-    def scale_of(self, param: Tensor) -> float | Tensor | None:
+    def scale_of(self, param: Tensor) -> Scale | None:
         """Return what such a gradient of a parameter is multiplied by; None where it has none.
 
         That of the last such backward: those before it are expected to be cleared.
@@ -112,7 +111,7 @@ class ForeignGradients:
         """The user clears the gradients of these parameters, by their ids."""
         self.found = [row for row in self.found if id(row[0]) not in cleared]
 
-    def let_go(self, gone: Iterable[Tensor]) -> list[tuple[Tensor, float | Tensor]]:
+    def let_go(self, gone: Iterable[Tensor]) -> list[tuple[Tensor, Scale]]:
         """Forget parameters that the optimizer holds no more; return which have one, and by what.
 
         Those stay to which an own pass has added, at a scale that nobody knows: they are refused.

@@ -24,6 +24,7 @@ from amp_patch.kernels.reusable import Reusable
 from amp_patch.kernels.tensor_lists import kind_of
 from amp_patch.kernels.without_grad import without_grad
 from amp_patch.levels import HALVES
+from amp_patch.scales import Scale
 from amp_patch.weights.parameter_lists import (
     Tensors,
     all_are,
@@ -98,7 +99,7 @@ class GradientBuffers:
         is_known = pairs is self._pairs or all(map(are_same, pairs, self._pairs))
         return is_known and _devices(pairs) == self._devices
 
-    def check(self, grads: list[Tensor], scale: float | Tensor) -> CudaGradCheck | None:
+    def check(self, grads: list[Tensor], scale: Scale) -> CudaGradCheck | None:
         """Check gradients, and unscale only those that have no master; None where no kernel does.
 
         The optimizer's fused step unscales the others when it reads them.
@@ -197,7 +198,7 @@ class GradientBuffers:
             for grad, part, master in zip(grads, parts, self._pairs.master, strict=True)
         ]
 
-    def unscale(self, grads: list[Tensor], scale: float | Tensor | None) -> GradCheck:
+    def unscale(self, grads: list[Tensor], scale: Scale | None) -> GradCheck:
         """Unscale and check gradients.
 
         Args:
@@ -227,7 +228,7 @@ class GradientBuffers:
         return self._unscale.run(grads, targets, scale, storage)
 
     @without_grad
-    def _check_in_place(self, grads: list[Tensor], scale: float | Tensor) -> GradCheck | None:
+    def _check_in_place(self, grads: list[Tensor], scale: Scale) -> GradCheck | None:
         """Do `unscale` by one call; return None, with nothing done, where it takes more."""
         if isinstance(scale, Tensor) or scale < 1.0 or any(map(IS_SPARSE, grads)):
             return None

@@ -20,6 +20,7 @@ from amp_patch.kernels import GradCheck
 from amp_patch.kernels.default_device import without_default_device
 from amp_patch.kernels.getters import GRAD, IS_SPARSE
 from amp_patch.kernels.graph_capture import captures
+from amp_patch.scales import Scale, is_one
 from amp_patch.weights.lazy_gradients import LazyGradients
 from amp_patch.weights.own_gradients import OwnGradients
 from amp_patch.weights.parameter_lists import (
@@ -122,7 +123,7 @@ class Gradients:
         """True while the masters' gradients wait until somebody reads them."""
         return self._lazy is not None and self._lazy.are_waiting
 
-    def adopt(self, pairs: ParamPairs, scale: float | Tensor) -> None:
+    def adopt(self, pairs: ParamPairs, scale: Scale) -> None:
         """Take over gradients that parameters had when they came to the optimizer.
 
         A block of another optimizer, say, has reached a layer that no optimizer held, which is
@@ -134,7 +135,7 @@ class Gradients:
                 which is dropped for the unscaled one.
             scale: what the gradients are multiplied by; 1 where they are true.
         """
-        is_true = not isinstance(scale, Tensor) and scale == 1.0
+        is_true = is_one(scale)
         have_one = [stored_grad(param) is not None for param in pairs.model]
         if self._lazy is not None:
             self._lazy.materialize()
@@ -278,7 +279,7 @@ class Gradients:
                 found.append(master)
         return found
 
-    def set_aside(self, pairs: ParamPairs, scale: float | Tensor) -> None:
+    def set_aside(self, pairs: ParamPairs, scale: Scale) -> None:
         """Make room for a backward of a loss multiplied by ``scale``.
 
         Unscaled gradients wait aside, and half gradients that a master was given, for the case that
@@ -312,7 +313,7 @@ class Gradients:
             return self.scaled.were_written()
         return any(map(_has_grad, pairs.model))
 
-    def delay(self, pairs: ParamPairs, scale: float | Tensor) -> None:
+    def delay(self, pairs: ParamPairs, scale: Scale) -> None:
         """Leave what the backward wrote scaled."""
         written = chain(pairs.model, self.elsewhere)
         if self.scaled.scale is None and not any(map(_has_grad, written)):
@@ -333,7 +334,7 @@ class Gradients:
             param.grad = None
         self._aside.put_back()
 
-    def receive(self, pairs: ParamPairs, scale: float | Tensor | None) -> TakenPass:
+    def receive(self, pairs: ParamPairs, scale: Scale | None) -> TakenPass:
         """Unscale and check what the backward wrote, and add what was set aside.
 
         Args:
@@ -368,9 +369,7 @@ class Gradients:
             has_added=has_added,
         )
 
-    def receive_alone(
-        self, pairs: ParamPairs, scale: float | Tensor | None
-    ) -> tuple[GradCheck, Tensors]:
+    def receive_alone(self, pairs: ParamPairs, scale: Scale | None) -> tuple[GradCheck, Tensors]:
         """Take in and end a pass in which no other optimizer received; most often a `UsualPass`.
 
         Returns:

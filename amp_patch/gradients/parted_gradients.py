@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from amp_patch.scales import Scale
 from amp_patch.weights.lazy_gradients import LazyGradients
 from amp_patch.weights.parameter_lists import clear_grads, have_none, store_grad, stored_grad
 
@@ -46,8 +47,8 @@ class PartedGradients:
 
     @torch.no_grad()
     def let_go(
-        self, gone: ParamPairs, rest: Iterable[Tensor], block_scale: float | Tensor | None
-    ) -> list[tuple[Tensor, float | Tensor]]:
+        self, gone: ParamPairs, rest: Iterable[Tensor], block_scale: Scale | None
+    ) -> list[tuple[Tensor, Scale]]:
         """Let parameters that have left have the gradients that they would have in plain PyTorch.
 
         Args:
@@ -61,7 +62,7 @@ class PartedGradients:
         if self._lazy is not None:
             self._lazy.materialize()
         scale = block_scale if self._scaled.scale is None else self._scaled.scale
-        left: list[tuple[Tensor, float | Tensor]] = []
+        left: list[tuple[Tensor, Scale]] = []
         if scale is None:
             clear_grads(self._received.changes(gone).cleared.master)
             self._replace_scaled_halves(gone)
@@ -74,9 +75,7 @@ class PartedGradients:
         clear_grads([master for param, master in gone.halves() if stored_grad(param) is not None])
         return left
 
-    def _let_go_scaled(
-        self, gone: ParamPairs, scale: float | Tensor
-    ) -> list[tuple[Tensor, float | Tensor]]:
+    def _let_go_scaled(self, gone: ParamPairs, scale: Scale) -> list[tuple[Tensor, Scale]]:
         """Let go of parameters with scaled gradients, or in a block whose backward may write some.
 
         Where there is a true one as well, of before, the parameter gets the true sum of the two.
@@ -86,7 +85,7 @@ class PartedGradients:
         """
         aside = self._aside.by_param()
         self._aside.drop(set(map(id, gone.model)))
-        left: list[tuple[Tensor, float | Tensor]] = []
+        left: list[tuple[Tensor, Scale]] = []
         for param, master in zip(*gone, strict=True):
             true = aside.get(id(param)) if param is master else stored_grad(master)
             if true is None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from amp_patch.distributed.shards import is_spread
+from amp_patch.scales import Scale
 from amp_patch.weights.parameter_lists import stored_grad
 
 from .param_pairs import ParamPairs
@@ -28,13 +29,13 @@ class ReachedMasters:
     """
 
     def __init__(self) -> None:
-        self.scale: float | Tensor | None = None
+        self.scale: Scale | None = None
         self.were_reached = False
         self._pairs: ParamPairs | None = None
         # The nodes of the masters in the graph: each would go with the last graph that has it.
         self._nodes: list[Any] = []
 
-    def begin(self, pairs: ParamPairs, scale: float | Tensor) -> None:
+    def begin(self, pairs: ParamPairs, scale: Scale) -> None:
         """A pass of a loss multiplied by ``scale`` begins, of an optimizer of these parameters."""
         self.scale, self.were_reached = scale, False
         if pairs is not self._pairs and not torch.is_inference_mode_enabled():

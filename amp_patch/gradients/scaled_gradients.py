@@ -15,6 +15,7 @@ from torch import Tensor
 
 from amp_patch import kernels
 from amp_patch.distributed.shards import local
+from amp_patch.scales import Scale
 from amp_patch.weights.parameter_lists import store_grad, stored_grad
 
 from .foreign_gradients import Watch
@@ -49,17 +50,17 @@ class ScaledGradients:
     """
 
     def __init__(self) -> None:
-        self.scale: float | Tensor | None = None
+        self.scale: Scale | None = None
         self.is_assumed = False
         self._before = Watch.of([])
         self._copied: list[_Copied] = []
 
-    def begin(self, scale: float | Tensor, is_assumed: bool = False) -> None:
+    def begin(self, scale: Scale, is_assumed: bool = False) -> None:
         """The gradients that are there now are multiplied by ``scale``."""
         self._before = Watch.of([])
         self.scale, self.is_assumed = scale, is_assumed
 
-    def go_on(self, scale: float | Tensor) -> None:
+    def go_on(self, scale: Scale) -> None:
         """A further backward is over, after `bring_to` where there were some."""
         unknown = self.scale is not None and self.is_assumed and not self.were_written()
         self.begin(scale, is_assumed=unknown)
@@ -70,7 +71,7 @@ class ScaledGradients:
         self.scale, self.is_assumed = None, False
 
     @torch.no_grad()
-    def bring_to(self, scale: float | Tensor, params: Sequence[Tensor]) -> None:
+    def bring_to(self, scale: Scale, params: Sequence[Tensor]) -> None:
         """Multiply them so that a backward of a loss times ``scale`` may add to them."""
         if self.scale is not None:
             bring_to(scale, self.scale, [p.grad for p in params if p.grad is not None])
@@ -145,7 +146,7 @@ class _Waiting(NamedTuple):
     scaled: Tensor
     unscaled: Tensor | None
 
-    def sum(self, scale: float | Tensor) -> Tensor:
+    def sum(self, scale: Scale) -> Tensor:
         grad = self.scaled.to(self.stepped.dtype) / scale
         return grad if self.unscaled is None else grad + self.unscaled
 
@@ -160,7 +161,7 @@ class _Waiting(NamedTuple):
 
 
 @torch.no_grad()
-def bring_to(scale: float | Tensor, old: float | Tensor, grads: Sequence[Tensor]) -> None:
+def bring_to(scale: Scale, old: Scale, grads: Sequence[Tensor]) -> None:
     """Multiply gradients that have a scale so that they have another one, in place."""
     if _are_equal(scale, old):
         return
@@ -171,16 +172,16 @@ def bring_to(scale: float | Tensor, old: float | Tensor, grads: Sequence[Tensor]
         torch._foreach_mul_(numbers, factor)
 
 
-def by_scale(rows: Iterable[tuple[T, float | Tensor]]) -> list[tuple[float | Tensor, list[T]]]:
+def by_scale(rows: Iterable[tuple[T, Scale]]) -> list[tuple[Scale, list[T]]]:
     """Return what has the same scale together: the scale, and all that has it."""
-    found: dict[float, tuple[float | Tensor, list[T]]] = {}
+    found: dict[float, tuple[Scale, list[T]]] = {}
     for one, scale in rows:
         key = id(scale) if isinstance(scale, Tensor) else scale
         found.setdefault(key, (scale, []))[1].append(one)
     return list(found.values())
 
 
-def _are_equal(scale: float | Tensor, other: float | Tensor) -> bool:
+def _are_equal(scale: Scale, other: Scale) -> bool:
     """Return whether two scales are known to be equal, without waiting for a device."""
     if isinstance(scale, Tensor) or isinstance(other, Tensor):
         return scale is other

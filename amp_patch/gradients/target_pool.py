@@ -14,6 +14,7 @@ from torch import Tensor
 from amp_patch.kernels import GradCheck, small_tensors, torch_kernels
 from amp_patch.kernels.reusable import Reusable
 from amp_patch.kernels.without_grad import without_grad
+from amp_patch.scales import Scale
 from amp_patch.weights.parameter_lists import are_same
 
 from .rounded_gradients import write
@@ -67,9 +68,7 @@ class TargetPool:
         self._more: TargetPool | None = None
 
     @without_grad
-    def take(
-        self, grads: list[Tensor], scale: float | Tensor | None, shows: bool
-    ) -> GradCheck | None:
+    def take(self, grads: list[Tensor], scale: Scale | None, shows: bool) -> GradCheck | None:
         """Copy half gradients to the targets, and unscale and check their memory.
 
         Args:
@@ -107,7 +106,7 @@ class TargetPool:
         write(halves, self.targets)
 
     @without_grad
-    def take_more(self, grads: list[Tensor], scale: float | Tensor | None) -> GradCheck | None:
+    def take_more(self, grads: list[Tensor], scale: Scale | None) -> GradCheck | None:
         """Do `take` for a later pass of the same step: add to what the targets have.
 
         Args:

@@ -19,6 +19,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.weak import TensorWeakRef
 
 from amp_patch.distributed.shards import is_spread
+from amp_patch.scales import Scale
 from amp_patch.weights.parameter_lists import stored_grad
 
 from .any_values import are_any
@@ -36,7 +37,7 @@ class TrueGradients:
         is_on: whether backwards are of this block; False while another is open inside of it.
     """
 
-    def __init__(self, scale: float | Tensor) -> None:
+    def __init__(self, scale: Scale) -> None:
         self._scale, self._thread = scale, threading.get_ident()
         self.is_on = True
         self._kept: dict[int, TensorWeakRef] = {}  # by the ids of parameters

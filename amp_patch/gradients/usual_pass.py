@@ -16,6 +16,7 @@ from torch import Tensor
 from amp_patch import kernels
 from amp_patch.kernels import GradCheck
 from amp_patch.kernels.getters import DTYPE, GRAD, IS_SPARSE
+from amp_patch.scales import Scale
 from amp_patch.weights.lazy_gradients import LazyGradients, Made
 from amp_patch.weights.parameter_lists import (
     are_complete,
@@ -55,7 +56,7 @@ class UsualPass:
         self._received, self._used = received, used
 
     def take(
-        self, buffers: GradientBuffers, pairs: ParamPairs, scale: float | Tensor | None
+        self, buffers: GradientBuffers, pairs: ParamPairs, scale: Scale | None
     ) -> GradCheck | None:
         """Take in a gradient of each parameter.
 
@@ -81,7 +82,7 @@ class UsualPass:
         return give(pool, buffers, grads, scale)
 
     def _add_in_place(
-        self, buffers: GradientBuffers, grads: list[Tensor], scale: float | Tensor | None
+        self, buffers: GradientBuffers, grads: list[Tensor], scale: Scale | None
     ) -> GradCheck | None:
         """Add to what all parameters, which are stepped themselves, had before the pass."""
         params, earlier = self._earlier.params, self._earlier.grads
@@ -101,7 +102,7 @@ class UsualPass:
         pool: TargetPool,
         buffers: GradientBuffers,
         grads: list[Tensor],
-        scale: float | Tensor | None,
+        scale: Scale | None,
     ) -> GradCheck | None:
         """Give masters, which have none, their gradients."""
         lazy, masters = self._lazy, buffers.masters
@@ -123,7 +124,7 @@ class UsualPass:
         pool: TargetPool,
         buffers: GradientBuffers,
         grads: list[Tensor],
-        scale: float | Tensor | None,
+        scale: Scale | None,
     ) -> GradCheck | None:
         """Add to what an earlier pass has given to all masters."""
         lazy = self._lazy

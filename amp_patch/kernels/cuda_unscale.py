@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp_patch.scales import Scale
+
 from . import cuda_module, torch_kernels
 from .cuda_launch import launch, note_written
 from .cuda_module import Kernel
@@ -176,7 +178,7 @@ class Unscale:
         self,
         sources: Sequence[Tensor],
         targets: Sequence[Tensor],
-        scale: float | Tensor,
+        scale: Scale,
         storage: Sequence[list[Tensor]] = (),
     ) -> GradCheck:
         """See `torch_kernels.Unscale.run`; ``storage`` is not needed."""
@@ -198,7 +200,7 @@ class Unscale:
         """See `torch_kernels.Unscale.copy`; here the check takes no time, and is made."""
         return self.run(sources, targets, 1.0)
 
-    def _scale_on(self, device: torch.device, scale: float | Tensor) -> Tensor:
+    def _scale_on(self, device: torch.device, scale: Scale) -> Tensor:
         if isinstance(scale, Tensor):
             return scale.to(device, non_blocking=True)
         if device not in self._scales:
@@ -225,7 +227,7 @@ class Check(Unscale):
         sources: Sequence[Tensor],
         models: Sequence[Tensor],
         in_place: Sequence[bool],
-        scale: float | Tensor,
+        scale: Scale,
     ) -> GradCheck | None:
         """Check ``sources[i] / scale``, as it would be stored in the dtype of ``models[i]``.
 
@@ -263,7 +265,7 @@ class Check(Unscale):
 
 
 def _unscale_others(
-    sources: list[Tensor], targets: list[Tensor], scale: float | Tensor
+    sources: list[Tensor], targets: list[Tensor], scale: Scale
 ) -> torch_kernels.GradCheck:
     if not sources:  # of a scale on a GPU two launches would make an inverse for nobody
         return torch_kernels.GradCheck([], [])

@@ -14,6 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from amp_patch.scales import Scale
+
 from .getters import IS_CPU, IS_SPARSE
 from .looks import are_nonfinite
 from .tensor_lists import alike, kind_of, values
@@ -139,7 +141,7 @@ class Unscale:
         self,
         sources: Sequence[Tensor],
         targets: Sequence[Tensor],
-        scale: float | Tensor,
+        scale: Scale,
         storage: Sequence[list[Tensor]] = (),
     ) -> GradCheck:
         """Write ``sources[i] / scale`` to ``targets[i]`` and check that all of it is finite.
@@ -287,7 +289,7 @@ class Check:
         sources: Sequence[Tensor],
         models: Sequence[Tensor],
         in_place: Sequence[bool],
-        scale: float | Tensor,
+        scale: Scale,
     ) -> None:
         """Do nothing and return None, as `cuda_kernels.Check.look` where no kernel is there."""
 

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from amp_patch import kernels
 from amp_patch.optimizers.groups import params_of
 from amp_patch.running_backward import is_in_backward
+from amp_patch.scales import Scale
 from amp_patch.scaling.loss_scaler import LossScaler
 from amp_patch.scaling.scale_rule import ScaleRule
 from amp_patch.step.autograd_graph import OF_GRAD_SCALER
@@ -91,7 +92,7 @@ class ServedScalers:
         self._is_off = False
         self._task = -1
         self._open: BackwardPass | None = None
-        self._last_scale: float | Tensor = 1.0
+        self._last_scale: Scale = 1.0
         self._adopted: ScaleRule | None = None  # that `adopt`, or the script, has made of ours
 
     @property

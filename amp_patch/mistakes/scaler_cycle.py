@@ -9,10 +9,9 @@ import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from amp_patch.gradients.foreign_gradients import Watch
 from amp_patch.kernels import GradCheck
+from amp_patch.scales import Scale
 from amp_patch.scaling.loss_scaler import LossScaler
 from amp_patch.step.loss_scaling import Found, LossScaling
 from amp_patch.step.optimizer_step import OptimizerStep
@@ -30,7 +29,7 @@ class _Unreached(NamedTuple):
 
     ended: int
     watch: Watch
-    scale: float | Tensor
+    scale: Scale
 
 
 class ScalerCycle:
@@ -71,7 +70,7 @@ class ScalerCycle:
             for skip in skips:
                 skip.ask(scaler.skip_message(0), scaler)
 
-    def note_unreached(self, steps: Iterable[OptimizerStep], scale: float | Tensor) -> None:
+    def note_unreached(self, steps: Iterable[OptimizerStep], scale: Scale) -> None:
         """The backward of a loss times ``scale`` is over, which was for these optimizers."""
         for step in steps:
             if step.backward.gradients.scaled.scale is None:
@@ -104,7 +103,7 @@ class _OneMove:
         self._scaling, self._cycle = scaling, cycle
         self.is_on = scaling.is_on
 
-    def scale(self) -> float | Tensor:
+    def scale(self) -> Scale:
         return self._scaling.scale()
 
     def update(self, found: Sequence[Found], skips: Sequence[Skip]) -> None:

@@ -15,6 +15,7 @@ from torch.utils.weak import TensorWeakRef
 
 from amp_patch.gradients.foreign_gradients import Watch
 from amp_patch.gradients.true_gradients import TrueGradients
+from amp_patch.scales import Scale
 from amp_patch.weights.parameter_lists import stored_grad
 
 
@@ -28,10 +29,10 @@ class ScaledGradient(NamedTuple):
     param: TensorWeakRef
     grad: TensorWeakRef
     version: int
-    scale: float | Tensor
+    scale: Scale
 
     @classmethod
-    def of(cls, param: Tensor, grad: Tensor, scale: float | Tensor) -> ScaledGradient:
+    def of(cls, param: Tensor, grad: Tensor, scale: Scale) -> ScaledGradient:
         """Return a parameter with its gradient as it is now."""
         return cls(TensorWeakRef(param), TensorWeakRef(grad), grad._version, scale)
 
@@ -60,7 +61,7 @@ class OpenBlock:
         true: those of their gradients that are not multiplied by any scale, and stay so.
     """
 
-    def __init__(self, watch: Watch, scale: float | Tensor) -> None:
+    def __init__(self, watch: Watch, scale: Scale) -> None:
         self.scale, self.thread = scale, threading.get_ident()
         self.watches = [watch]
         self.true = TrueGradients(scale)

@@ -21,6 +21,7 @@ from amp_patch.gradients.any_values import are_any
 from amp_patch.gradients.foreign_gradients import Watch
 from amp_patch.gradients.scaled_gradients import bring_to, by_scale
 from amp_patch.optimizers.groups import params_of
+from amp_patch.scales import Scale, kept
 from amp_patch.step.held_params import Joined, LetGo
 from amp_patch.step.optimizer_backward import OptimizerBackward
 from amp_patch.step.optimizer_step import OptimizerStep
@@ -124,7 +125,7 @@ class UnpreparedParams:
         for block in self._open()[-1:]:
             block.watches.append(self._watch(new, block))
 
-    def watch_foreign(self, scale: float | Tensor | None) -> Watch:
+    def watch_foreign(self, scale: Scale | None) -> Watch:
         """See `OthersBackwards.watch_foreign`; it may add to what earlier ones wrote."""
         if scale is None:
             return Watch.of([])
@@ -133,14 +134,14 @@ class UnpreparedParams:
         left = list(compress(there, are_any([grad for _, _, grad in there])))
         for old, grads in by_scale((grad, one.scale) for _, one, grad in left):
             bring_to(scale, old, grads)
-        kept = _copied(scale)
+        own = kept(scale)
         self.scaled = {
-            key: one._replace(version=grad._version, scale=kept) for key, one, grad in left
+            key: one._replace(version=grad._version, scale=own) for key, one, grad in left
         }
         self._forget_dead()
         for outer in self._open():
             outer.true.is_on = False
-        block = OpenBlock(Watch.of([]), kept)
+        block = OpenBlock(Watch.of([]), own)
         block.watches = [watch := self._watch(self._alive(threading.get_ident()), block)]
         self.blocks.append(block)
         return watch
@@ -166,7 +167,7 @@ class UnpreparedParams:
         return watch
 
     def note_foreign(
-        self, watch: Watch, optimizers: Sequence[OptimizerBackward], scale: float | Tensor
+        self, watch: Watch, optimizers: Sequence[OptimizerBackward], scale: Scale
     ) -> None:
         """See `OthersBackwards.note_foreign`."""
         for block in [one for one in self.blocks if one.watches[0] is watch]:
@@ -186,7 +187,7 @@ class UnpreparedParams:
         if gone:
             for param, scale in let_go(gone):
                 if (grad := stored_grad(param)) is not None:
-                    self.scaled[id(param)] = ScaledGradient.of(param, grad, _copied(scale))
+                    self.scaled[id(param)] = ScaledGradient.of(param, grad, kept(scale))
             steps = list(self._steps.values())
             held = set(map(id, chain.from_iterable(one.backward.pairs().model for one in steps)))
             held.update(id(one.param()) for one in self._params)
@@ -212,7 +213,7 @@ class UnpreparedParams:
         true = next((one.true for one in self._open()[::-1] if one.true.has(param)), None)
         return Joined(param, scale, has_grad, true)
 
-    def _scale_of(self, param: Tensor) -> float | Tensor:
+    def _scale_of(self, param: Tensor) -> Scale:
         known = self.scaled.pop(id(param), None)
         for block in self._open()[::-1]:
             if block.true.has(param):
@@ -280,13 +281,13 @@ class UnpreparedParams:
         self,
         written: Sequence[tuple[Tensor, Tensor]],
         optimizers: Sequence[OptimizerBackward],
-        scale: float | Tensor,
+        scale: Scale,
     ) -> None:
         stepped = {id(param) for one in optimizers for param in one.params()} if written else ()
-        kept = _copied(scale) if written else scale
+        own = kept(scale) if written else scale
         for param, grad in written:
             if id(param) not in stepped:
-                self.scaled[id(param)] = ScaledGradient.of(param, grad, kept)
+                self.scaled[id(param)] = ScaledGradient.of(param, grad, own)
 
     def forget(self, params: Iterable[Tensor]) -> None:
         """The gradients of these parameters were unscaled in place."""
@@ -396,11 +397,6 @@ def _not_in(some: Iterable[Tensor], params: Iterable[Tensor]) -> list[Tensor]:
     """Return those of ``params`` that are not among some others."""
     ids = set(map(id, some))
     return [param for param in params if id(param) not in ids]
-
-
-def _copied(scale: float | Tensor) -> float | Tensor:
-    """Return a scale that stays as it is: a device's is moved in place."""
-    return scale.clone() if isinstance(scale, Tensor) else scale
 
 
 def _refusal(optimizer: Optimizer, count: int) -> str:

@@ -21,6 +21,7 @@ from amp_patch.kernels.cuda_optimizers import Factors, GroupRows, KernelStep, Op
 from amp_patch.kernels.graph_capture import captures
 from amp_patch.kernels.resident import Resident, scalar
 from amp_patch.kernels.without_grad import without_grad
+from amp_patch.scales import Scale
 from amp_patch.weights.lazy_gradients import LazyGradients
 from amp_patch.weights.master_weights import MasterWeights
 from amp_patch.weights.parameter_lists import are_none, are_same, stored_grads
@@ -209,7 +210,7 @@ class CudaStep:
             clip = half.clip if clip is None else half.clip * clip.to(half.clip.device)
         return Factors(self._scale(half.scale, self._scaled.device), clip)
 
-    def _scale(self, scale: float | Tensor, device: torch.device) -> Tensor:
+    def _scale(self, scale: Scale, device: torch.device) -> Tensor:
         if isinstance(scale, Tensor):
             return scale
         if device not in self._scales:

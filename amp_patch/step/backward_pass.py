@@ -22,6 +22,7 @@ from amp_patch.gradients.foreign_gradients import Watch
 from amp_patch.gradients.param_pairs import ParamPairs
 from amp_patch.kernels.default_device import without_default_device
 from amp_patch.levels import HALVES
+from amp_patch.scales import Scale
 
 from .loss_scaling import Found, LossScaling, PendingCheck
 from .optimizer_backward import OptimizerBackward
@@ -37,11 +38,11 @@ from .watched_backward import (
 class Other(Protocol):
     """What a backward is not for, but may write gradients to."""
 
-    def watch_foreign(self, scale: float | Tensor | None) -> Watch:
+    def watch_foreign(self, scale: Scale | None) -> Watch:
         """Call before the backward; see `OthersBackwards.watch_foreign`."""
 
     def note_foreign(
-        self, watch: Watch, optimizers: Sequence[OptimizerBackward], scale: float | Tensor
+        self, watch: Watch, optimizers: Sequence[OptimizerBackward], scale: Scale
     ) -> None:
         """Call after it, which was for these optimizers, of a loss multiplied by ``scale``."""
 
@@ -86,14 +87,14 @@ class BackwardPass:
         others: Sequence[Other],
         scaling: LossScaling,
         cache: WeightCache,
-        on_scaled: Callable[[Tensor, float | Tensor], None] | None = None,
+        on_scaled: Callable[[Tensor, Scale], None] | None = None,
         unsynced: Unsynced | None = None,
         open_block: OpenBlock | None = None,
     ) -> None:
         self._optimizers, self._others = optimizers, others
         self._scaling, self._cache = scaling, cache
         self._on_scaled, self._unsynced = on_scaled, unsynced
-        self._scale: float | Tensor = scaling.scale()
+        self._scale: Scale = scaling.scale()
         if unsynced is not None:  # those that FSDP2 keeps to itself cannot follow a scale
             for one in optimizers:
                 if one.unshared_scale is not None:
@@ -134,7 +135,7 @@ class BackwardPass:
         self._block = weakref.ref(block)
 
     @property
-    def factor(self) -> float | Tensor:
+    def factor(self) -> Scale:
         """What the loss is multiplied by."""
         return self._scale
 
@@ -225,7 +226,7 @@ class BackwardPass:
         return found
 
     @without_default_device
-    def _take_in(self, scale: float | Tensor | None) -> list[Found]:
+    def _take_in(self, scale: Scale | None) -> list[Found]:
         if len(self._received) == 1 or self._share_nothing():
             return [one.receive_alone(pairs, scale) for one, pairs in self._received]
         # two optimizers may receive the same half gradients

@@ -5,12 +5,11 @@ from __future__ import annotations
 import threading
 from typing import Protocol
 
-from torch import Tensor
-
 from amp_patch.gradients.gradients import Gradients
 from amp_patch.gradients.param_pairs import ParamPairs
 from amp_patch.gradients.reached_masters import ReachedMasters
 from amp_patch.running_backward import is_in_backward
+from amp_patch.scales import Scale
 from amp_patch.weights.own_gradients import OwnGradients
 
 from .held_params import HeldParams
@@ -55,14 +54,14 @@ class CurrentPass:
         self._pass: OpenPass | None = None
         self._thread: int | None = None
         self.is_open, self.is_scaled = False, True
-        self.scale: float | Tensor | None = None
+        self.scale: Scale | None = None
         self.reached = ReachedMasters()
 
     def open(
         self,
         backward_pass: OpenPass | None,
         reached: ParamPairs,
-        scale: float | Tensor,
+        scale: Scale,
         is_scaled: bool,
     ) -> None:
         """Begin a pass.

@@ -17,12 +17,13 @@ from amp_patch.gradients.param_pairs import ParamPairs
 from amp_patch.gradients.true_gradients import TrueGradients
 from amp_patch.kernels.getters import REQUIRES_GRAD
 from amp_patch.levels import HALVES
+from amp_patch.scales import Scale, is_one
 from amp_patch.weights.master_weights import MasterWeights
 from amp_patch.weights.parameter_lists import Tensors, are_still, listed
 
 #: Gets parameters that have left an optimizer; returns those of them whose gradients are
 #: multiplied by a loss scale, with this scale.
-LetGo = Callable[[Sequence[Tensor]], Sequence[tuple[Tensor, float | Tensor]]]
+LetGo = Callable[[Sequence[Tensor]], Sequence[tuple[Tensor, Scale]]]
 
 
 class Joined(NamedTuple):
@@ -35,7 +36,7 @@ class Joined(NamedTuple):
     """
 
     param: Tensor
-    scale: float | Tensor
+    scale: Scale
     had_grad: bool
     true: TrueGradients | None
 
@@ -113,9 +114,7 @@ class HeldParams:
         if self._strays is None:
             held = strays.follow((), self.pairs().model, let_go)
             # gradients that are true were there before `amp.initialize`, which has seen to them
-            self.joined += [
-                row for row in held if isinstance(row.scale, Tensor) or row.scale != 1.0
-            ]
+            self.joined += [row for row in held if not is_one(row.scale)]
             self._strays, self._let_go = strays, weakref.WeakMethod(let_go)
 
     def look_at_others(self) -> None:
@@ -236,7 +235,7 @@ class HeldParams:
             group["params"][:] = self.masters.replace(group["params"])
 
 
-def _nothing(_: Sequence[Tensor]) -> Sequence[tuple[Tensor, float | Tensor]]:
+def _nothing(_: Sequence[Tensor]) -> Sequence[tuple[Tensor, Scale]]:
     return ()
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from amp_patch.gradients.gradients import Gradients
 from amp_patch.gradients.param_pairs import ParamPairs
 from amp_patch.gradients.scaled_gradients import by_scale
+from amp_patch.scales import Scale
 from amp_patch.weights.parameter_lists import listed, store_grad, stored_grad
 
 from .held_params import HeldParams, Joined
@@ -38,7 +39,7 @@ class JoinedParams:
         self._held.pairs()  # there may be others since the last look
         if not self._held.joined:
             return
-        rows: list[tuple[tuple[Tensor, Tensor], float | Tensor]] = []
+        rows: list[tuple[tuple[Tensor, Tensor], Scale]] = []
         for row, master in self._take():
             if row.had_grad and stored_grad(row.param) is None and master is not row.param:
                 store_grad(master, None)  # a script has cleared what it has a copy of

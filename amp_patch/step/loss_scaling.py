@@ -16,6 +16,7 @@ from torch import Tensor
 
 from amp_patch.kernels import GradCheck
 from amp_patch.kernels.graph_capture import captures, type_of
+from amp_patch.scales import Scale
 from amp_patch.scaling.device_scaler import DeviceScaler
 from amp_patch.scaling.loss_scaler import LossScaler
 from amp_patch.scaling.scale_rule import ScaleRule
@@ -72,7 +73,7 @@ class LossScaling(Protocol):
 
     is_on: bool
 
-    def scale(self) -> float | Tensor:
+    def scale(self) -> Scale:
         """Return the factor of the loss: a number, or 0-dim fp32 on its device."""
 
     def update(self, found: Sequence[Found], skips: Sequence[Skip]) -> None:

@@ -23,6 +23,7 @@ from amp_patch.kernels import GradCheck
 from amp_patch.kernels.graph_capture import captures
 from amp_patch.optimizers.device_flag import skips_by_flag
 from amp_patch.optimizers.fused_step import FusedStep
+from amp_patch.scales import Scale, is_one
 from amp_patch.weights.parameter_lists import Tensors
 
 from .cleared_gradients import ClearedGradients
@@ -103,7 +104,7 @@ class OptimizerBackward:
         self.cleared = ClearedGradients(
             held, self.gradients, skip, self.current, self.foreign, self.shown, self.zeroing
         )
-        self.unshared_scale: float | Tensor | None = None
+        self.unshared_scale: Scale | None = None
         self.decides_alone = False
         self.apart = Apart()
 
@@ -144,7 +145,7 @@ class OptimizerBackward:
     def begin(
         self,
         pairs: ParamPairs,
-        scale: float | Tensor,
+        scale: Scale,
         backward_pass: OpenPass | None = None,
         is_scaled: bool = True,
         is_alone: bool = True,
@@ -186,14 +187,14 @@ class OptimizerBackward:
         may_be_zero = self.skip.is_certain and not self.ranks.groups
         return self.gradients.are_cleared(pairs) or (may_be_zero and self.gradients.are_zero(pairs))
 
-    def leave_scaled(self, scale: float | Tensor) -> None:
+    def leave_scaled(self, scale: Scale) -> None:
         """End the pass with the gradients scaled, for the next backward to add to."""
         pairs = self.pairs()  # others may have come in the block
         self._end_backward(pairs)
         self.gradients.delay(pairs, scale)
         self._end_pass()
 
-    def receive(self, pairs: ParamPairs, scale: float | Tensor | None) -> TakenPass:
+    def receive(self, pairs: ParamPairs, scale: Scale | None) -> TakenPass:
         """End the pass: take its gradients unscaled and checked, see `Gradients.receive`."""
         self._end_backward(pairs)
         try:
@@ -201,9 +202,7 @@ class OptimizerBackward:
         finally:
             self._end_pass()
 
-    def receive_alone(
-        self, pairs: ParamPairs, scale: float | Tensor | None
-    ) -> tuple[GradCheck, Tensors]:
+    def receive_alone(self, pairs: ParamPairs, scale: Scale | None) -> tuple[GradCheck, Tensors]:
         """Do `receive` for a pass of this optimizer alone, see `Gradients.receive_alone`."""
         self._end_backward(pairs)
         try:
@@ -323,7 +322,7 @@ class OptimizerBackward:
     def scaled_params(self) -> Sequence[Tensor]:
         """Return the parameters whose gradients wait for a further backward of a scaled loss."""
         scale = self.gradients.scaled.scale
-        if scale is None or (not isinstance(scale, Tensor) and scale == 1.0):
+        if scale is None or is_one(scale):
             return ()
         pairs = self.pairs()
         return pairs.model if self.gradients.are_delayed(pairs) else ()

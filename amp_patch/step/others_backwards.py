@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from torch import Tensor
-
 from amp_patch.gradients.foreign_gradients import ForeignGradients, Watch
 from amp_patch.gradients.gradients import Gradients
 from amp_patch.gradients.param_pairs import ParamPairs
 from amp_patch.optimizers.fused_step import FusedStep
+from amp_patch.scales import Scale
 from amp_patch.weights.parameter_lists import have_none, stored_grad
 
 from .current_pass import CurrentPass
@@ -52,7 +51,7 @@ class OthersBackwards:
         self._pairs, self._gradients, self._fused = held.pairs, gradients, fused
         self._current, self._foreign, self._zeroing = current, foreign, zeroing
 
-    def watch_foreign(self, scale: float | Tensor | None) -> Watch:
+    def watch_foreign(self, scale: Scale | None) -> Watch:
         """Call before a backward that is not for this optimizer, but may reach its parameters.
 
         Args:
@@ -79,9 +78,7 @@ class OthersBackwards:
             ]
         return self._foreign.watch(params)
 
-    def note_foreign(
-        self, watch: Watch, optimizers: Sequence[Trained], scale: float | Tensor
-    ) -> None:
+    def note_foreign(self, watch: Watch, optimizers: Sequence[Trained], scale: Scale) -> None:
         """Call after that backward, which was for these optimizers."""
         if not self._current.is_open:  # else a block of its own unscales all
             self._foreign.note(watch, (one.pairs().model for one in optimizers), scale)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from amp_patch.gradients.foreign_gradients import ForeignGradients
 from amp_patch.gradients.gradients import Gradients
+from amp_patch.scales import Scale
 from amp_patch.weights.parameter_lists import clear_grads
 
 from .current_pass import CurrentPass
@@ -42,7 +43,7 @@ class PartedParams:
         self._held, self._gradients = held, gradients
         self._foreign, self._current, self._skip = foreign, current, skip
 
-    def let_go(self, gone: Sequence[Tensor]) -> list[tuple[Tensor, float | Tensor]]:
+    def let_go(self, gone: Sequence[Tensor]) -> list[tuple[Tensor, Scale]]:
         """See `LetGo`; what has overflowed is gone, as after a skipped step.
 
         Raises:
@@ -62,9 +63,7 @@ class PartedParams:
             return found
         return [*found, *left]
 
-    def _joined(
-        self, gone: Sequence[Tensor]
-    ) -> tuple[list[tuple[Tensor, float | Tensor]], list[Tensor]]:
+    def _joined(self, gone: Sequence[Tensor]) -> tuple[list[tuple[Tensor, Scale]], list[Tensor]]:
         """Return those that have come lately, with what they came with, and the others."""
         ids = set(map(id, gone))
         came = [row for row in self._held.joined if id(row.param) in ids]
