@@ -206,7 +206,7 @@ class Skip:
             self._cleared_flag = either(self._cleared_flag, self.flag)
             if self.cleared.value is not True:
                 self.cleared = Outcome(HostCopy(self._cleared_flag))
-        self.note_cleared()
+        self.left, self._may_be_left = _NO, False
         self.forget()
 
     def note_cleared(self) -> None:

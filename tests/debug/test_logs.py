@@ -25,6 +25,7 @@ from amp_patch.debug import logs as logs_module
 from amp_patch.debug.logs import StepLog
 from amp_patch.debug.sinks import Record
 from amp_patch.session import session
+from amp_patch.step.skip import Outcome
 
 INF = float("inf")
 #: Factors of the loss: the second and the third step overflow.
@@ -389,7 +390,7 @@ def step(late: list[LateCopy]) -> Callable[[StepLog, bool], LateCopy]:
         log.scaled(torch.zeros(()), torch.tensor(8.0), 0, [optimizer])
         late[-1].has_arrived = True
         outcome = logs_module.HostCopy(is_skipped)
-        log.stepped(optimizer, SimpleNamespace(outcome=outcome))
+        log.stepped(optimizer, SimpleNamespace(outcome=Outcome(outcome)))
         return outcome
 
     return step
