@@ -59,22 +59,22 @@ class TakenPass(NamedTuple):
     has_added: bool
 
 
+#: The check of gradients, and whether any was added to an earlier one.
+Found = tuple[GradCheck, bool]
+
+
 class AnyPass:
     """Unscales and checks the gradients of one optimizer, and adds what was there before.
 
     Args:
         lazy: see `Gradients`.
         earlier: gradients that were there before the pass.
-
-    Attributes:
-        has_added: whether the last pass has added any gradient to an earlier one.
     """
 
     def __init__(self, lazy: LazyGradients | None, earlier: EarlierGradients) -> None:
         self._lazy, self._earlier = lazy, earlier
-        self.has_added = False
 
-    def take(self, buffers: GradientBuffers, written: Written) -> GradCheck:
+    def take(self, buffers: GradientBuffers, written: Written) -> Found:
         """Take gradients in.
 
         Args:
@@ -84,13 +84,12 @@ class AnyPass:
         Returns:
             What was found, with the gradients where `GradientBuffers.unscale` has put them.
         """
-        self.has_added = False
         lazy, masters = self._lazy, buffers.masters
         if lazy is None or not masters or lazy.are_waiting or not have_none(masters):
             return self._unscale_and_add(buffers, written)
         return self._hold(lazy, buffers, written)
 
-    def _hold(self, lazy: LazyGradients, buffers: GradientBuffers, written: Written) -> GradCheck:
+    def _hold(self, lazy: LazyGradients, buffers: GradientBuffers, written: Written) -> Found:
         """Let gradients wait for masters that have none: in half, where the step unscales them."""
         pairs, grads, scale = written
         factor = 1.0 if scale is None else scale
@@ -109,16 +108,15 @@ class AnyPass:
             check = buffers.unscale(grads, scale)
             received = buffers.of_masters(check.grads)
             if any(map(IS_SPARSE, received)):
-                check.found_inf += self._add_earlier(pairs, check.grads)
-                return check
+                return self._add_earlier(check, pairs, check.grads)
             source = Made(received)
         lazy.hold(buffers.masters, source)
-        if not buffers.are_all_masters:
-            others = ParamPairs(*map(buffers.in_place, pairs))
-            check.found_inf += self._add_earlier(others, buffers.in_place(check.grads))
-        return check
+        if buffers.are_all_masters:
+            return check, False
+        others = ParamPairs(*map(buffers.in_place, pairs))
+        return self._add_earlier(check, others, buffers.in_place(check.grads))
 
-    def _unscale_and_add(self, buffers: GradientBuffers, written: Written) -> GradCheck:
+    def _unscale_and_add(self, buffers: GradientBuffers, written: Written) -> Found:
         """Unscale gradients and add them to earlier ones, many of them a share at a time."""
         lazy = self._lazy
         is_first = (lazy is None or not lazy.are_waiting) and have_none(buffers.masters)
@@ -131,37 +129,40 @@ class AnyPass:
         if lazy is not None:
             lazy.materialize()
         found_inf: list[Tensor] = []
+        has_added = False
         for rows, pairs, one in buffers.shares():
             share = written._replace(pairs=pairs, grads=chosen(written.grads, rows))
-            check = self._unscale_share(one, share)
+            check, were_added = self._unscale_share(one, share)
             found_inf += check.found_inf
+            has_added |= were_added
             del check  # it holds what was unscaled
-        return GradCheck(written.grads, found_inf)
+        return GradCheck(written.grads, found_inf), has_added
 
-    def _unscale_share(self, buffers: GradientBuffers, written: Written) -> GradCheck:
+    def _unscale_share(self, buffers: GradientBuffers, written: Written) -> Found:
         pairs, grads, scale = written
         check = buffers.unscale(grads, scale)
-        if self._earlier or not buffers.is_in_place:
-            unscaled = buffers.spread(grads, check.grads)
-            if not self._earlier and not buffers.are_all_masters:  # others have theirs in place
-                pairs = ParamPairs(*map(buffers.of_masters, pairs))
-                unscaled = buffers.of_masters(unscaled)
-            check.found_inf += self._add_earlier(pairs, unscaled)
-        return check
+        if not self._earlier and buffers.is_in_place:
+            return check, False
+        unscaled = buffers.spread(grads, check.grads)
+        if not self._earlier and not buffers.are_all_masters:  # others have theirs in place
+            pairs = ParamPairs(*map(buffers.of_masters, pairs))
+            unscaled = buffers.of_masters(unscaled)
+        return self._add_earlier(check, pairs, unscaled)
 
-    def _add_earlier(self, pairs: ParamPairs, targets: list[Tensor]) -> list[Tensor]:
+    def _add_earlier(self, check: GradCheck, pairs: ParamPairs, targets: list[Tensor]) -> Found:
         """Add what was there before the backward: gradients set aside, or a master's own.
 
-        Returns:
-            Flags as `GradCheck` has them, not 0 where only the sum overflowed.
+        Args:
+            check: of the targets; gets flags that are not 0 where only the sum overflowed.
+            pairs, targets: parameters with masters, and their unscaled gradients.
         """
         masters, lazy = pairs.master, self._lazy
         if not self._earlier:
             if (lazy is None or not lazy.are_waiting) and have_none(masters):
                 store_grads(masters, targets)
-                return []
+                return check, False
             if are_same(list(map(GRAD, masters)), targets):
-                return []
+                return check, False
         found_inf, were_made = add_to_earlier(pairs, targets, self._earlier.by_param())
-        self.has_added |= were_made
-        return found_inf
+        check.found_inf += found_inf
+        return check, were_made

@@ -355,11 +355,10 @@ class Gradients:
             self._buffers = GradientBuffers(pairs)
         if self._buffers.is_spread:
             grads = place_gradients(pairs.model, grads)
-        check = self._any_pass.take(self._buffers, Written(pairs, grads, scale))
+        check, has_added = self._any_pass.take(self._buffers, Written(pairs, grads, scale))
         self.scaled.forget()
         is_given = bool(grads) and not self._buffers.is_in_place
         was_scaled = isinstance(scale, Tensor) or (scale is not None and scale != 1.0)
-        has_added = self._any_pass.has_added
         return TakenPass(
             check,
             self._buffers.params,
