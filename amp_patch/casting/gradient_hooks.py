@@ -15,10 +15,11 @@ from typing import Any
 
 from torch import nn
 
+from amp_patch.levels import HALVES
 from amp_patch.patching import Patches
 
 from .argument_casts import tensors_in
-from .mode import HALVES, OFF, PROCESS, mode
+from .mode import OFF, PROCESS, mode
 
 Hook = Callable[..., Any]
 #: torch's tables of the hooks of a tensor, and of a module, that a backward calls.
