@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from .kernels.graph_capture import HostSide, captures, in_living_graphs
 from .scaling.device_scaler import DeviceScaler
 from .session import session
 from .step.optimizer_step import OptimizerStep
+from .weights.master_weights import MasterWeights
 
 _LEAST_WARM_UP = 2
 
@@ -32,8 +33,15 @@ class CapturedStep:
             values of the last one; without the autograd graph that leads to them.
     """
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, result: Any, host_side: HostSide) -> None:
+    def __init__(
+        self,
+        graph: torch.cuda.CUDAGraph,
+        result: Any,
+        host_side: HostSide,
+        masters: Sequence[MasterWeights],
+    ) -> None:
         self.graph, self.result = graph, _without_autograd(result)
+        self._masters = masters  # those that it steps
         self._host_side = host_side
         weakref.finalize(self, captures.release, host_side)
         self._scalers = session.scalers
@@ -45,7 +53,7 @@ class CapturedStep:
 
         `amp.step_was_skipped`, `amp.loss_scale` and `amp.state_dict` tell of it afterwards, and
         wait for it. What `amp.load_state_dict` has set since the last replay counts, and so does
-        what was written to `amp.master_params` (its forward sees it already) or to parameters.
+        what was written to masters (its forward sees it already) or to parameters.
 
         Returns:
             `result`.
@@ -66,6 +74,8 @@ class CapturedStep:
         self.graph.replay()
         for action in self._host_side.actions:
             action()
+        for masters in self._masters:
+            masters.note_replay()
         session.cache.mark_stale()
         return self.result
 
@@ -131,12 +141,15 @@ def capture(step: Callable[[], Any], *, warm_up: int = 3, pool: Any = None) -> C
     with torch.cuda.stream(stream):
         _run_outside(step, warm_up)
     _settle()
-    graph = torch.cuda.CUDAGraph()
+    graph, before = torch.cuda.CUDAGraph(), _ended()
     try:
         with captures.collect() as host_side, torch.cuda.graph(graph, pool=pool, stream=stream):
             result = step()
+            # What the step itself has written to masters, each replay is to bring to the weights.
+            _publish_writes()
         torch.cuda.current_stream().wait_stream(stream)
-        captured = CapturedStep(graph, result, host_side)
+        masters = [one.masters for one in _stepped_since(before) if one.masters is not None]
+        captured = CapturedStep(graph, result, host_side, masters)
     finally:
         # Those that the capture made nobody has computed, also where it failed.
         session.cache.drop_casts()
@@ -198,14 +211,24 @@ def _run_outside(step: Callable[[], Any], count: int) -> None:
         step()
     was_skipped = False
     while True:
-        before = [(one, one.ended) for one in session.optimizers.steps.values()]
+        before = _ended()
         step()
-        skipped = [one for one, ended in before if one.ended != ended and one.skip.was_skipped]
+        skipped = [one for one in _stepped_since(before) if one.skip.was_skipped]
         if not skipped:
             return
         if was_skipped:
             _refuse_static(skipped)
         was_skipped = True
+
+
+def _ended() -> list[tuple[OptimizerStep, int]]:
+    """Return all prepared optimizers, and how many steps each has ended."""
+    return [(one, one.ended) for one in session.optimizers.steps.values()]
+
+
+def _stepped_since(before: Iterable[tuple[OptimizerStep, int]]) -> list[OptimizerStep]:
+    """Return those that have ended a step since `_ended` returned ``before``."""
+    return [one for one, ended in before if one.ended != ended]
 
 
 def _refuse_static(skipped: Iterable[OptimizerStep]) -> None:
@@ -230,9 +253,14 @@ def _follow_host() -> None:
     """Bring to the devices what was changed on the host."""
     for one in _device_scalers():
         one.renew()
+    _publish_writes()
+
+
+def _publish_writes() -> None:
+    """Bring to the half weights what the user wrote to masters: in a replay the weights win."""
     for step in session.optimizers.steps.values():
         if step.masters is not None:
-            step.masters.end_exposure()
+            step.masters.publish_all_writes()
 
 
 def _refuse_exhausted() -> None:

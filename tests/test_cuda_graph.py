@@ -23,9 +23,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from amp_patch import cuda_graph
+from amp_patch.early_looks import WATCHED
 from amp_patch.kernels.graph_capture import captures, in_living_graphs
 from amp_patch.optimizers import FusedLAMB
 from amp_patch.session import session
+from amp_patch.weights import unseen_writes
 
 CPU = torch.device("cpu")
 WARM_UP = 2
@@ -272,6 +274,178 @@ def test_what_was_written_to_masters_and_weights_counts(amp: ModuleType, cuda: F
         histories.append(training.state())
         amp.deactivate()
     assert_same(histories[1], histories[0])
+
+
+def write_half(training: Training) -> None:
+    with torch.no_grad():
+        training.model[0].weight.clamp_(-0.1, 0.1)
+
+
+def write_half_by_data(training: Training) -> None:
+    training.model[0].weight.data.clamp_(-0.1, 0.1)
+
+
+def write_stepped(training: Training) -> None:
+    with torch.no_grad():
+        training.optimizer.param_groups[0]["params"][0].mul_(0.5)
+
+
+def write_stepped_by_data(training: Training) -> None:
+    training.optimizer.param_groups[0]["params"][0].data.mul_(0.5)
+
+
+def write_master(training: Training) -> None:
+    with torch.no_grad():
+        next(iter(training.amp.master_params(training.optimizer))).mul_(0.5)
+
+
+def write_master_by_data(training: Training) -> None:
+    next(iter(training.amp.master_params(training.optimizer))).data.mul_(0.5)
+
+
+def read_masters(training: Training) -> None:
+    _ = [one.clone() for one in training.amp.master_params(training.optimizer)]
+
+
+def read_data(training: Training) -> None:
+    _ = [one.data.clone() for one in training.optimizer.param_groups[0]["params"]]
+
+
+def evaluate(training: Training) -> None:
+    training.model(training.inputs)
+
+
+def save(training: Training) -> None:
+    training.model.state_dict()
+
+
+def load(training: Training) -> None:
+    generator = torch.Generator().manual_seed(5)
+    state = training.model.state_dict()
+    drawn = {
+        name: torch.randn(value.shape, generator=generator).to(value.dtype)
+        for name, value in state.items()
+        if "weight" in name
+    }
+    training.model.load_state_dict({**state, **drawn})
+
+
+Event = Callable[[Training], object]
+WRITES: list[Event] = [
+    write_half, write_half_by_data, write_stepped, write_stepped_by_data, write_master,
+    write_master_by_data, read_masters, read_data, evaluate, save, load,
+]  # fmt: skip
+#: A step that a graph makes, and one that it does not.
+REPLAY, STEP = "replay", "step"
+
+
+def after_events(amp: ModuleType, kind: str, events: list[Any], is_captured: bool) -> list[Any]:
+    """Return the state after these events, of which replays are steps without a graph."""
+    training = Training(amp, kind)
+    training.load(0)
+    replay: Callable[[], object] = training.step
+    if is_captured:
+        replay = cuda_graph.capture(training.step, warm_up=WARM_UP).replay
+    else:
+        for _ in range(WARM_UP):
+            training.step()
+    for number, event in enumerate(events):
+        training.load(number)
+        if event in (REPLAY, STEP):
+            (replay if event == REPLAY else training.step)()
+        else:
+            event(training)
+    state = training.state()
+    amp.deactivate()
+    return state
+
+
+MASTERS = [kind for kind in KINDS if kind.startswith(("O2 adam", "O2 mom", "O5"))]
+
+
+@pytest.mark.parametrize(
+    ("kind", "events"),
+    [
+        (MASTERS[0], [evaluate, REPLAY, write_half, STEP]),
+        (MASTERS[1], [REPLAY, write_half, evaluate, REPLAY]),
+        (MASTERS[2], [REPLAY, write_half, read_masters, REPLAY]),
+        (MASTERS[3], [save, REPLAY, write_half_by_data, STEP]),
+        (MASTERS[1], [REPLAY, REPLAY, load, STEP, REPLAY]),
+        (MASTERS[0], [REPLAY, read_data, REPLAY, write_half, REPLAY]),
+        (MASTERS[3], [*[REPLAY] * 17, write_half, STEP]),
+        (MASTERS[1], [REPLAY, write_stepped, REPLAY]),
+        (MASTERS[0], [REPLAY, write_stepped_by_data, REPLAY, write_stepped_by_data, REPLAY]),
+        (MASTERS[2], [*[REPLAY] * 17, write_stepped_by_data, STEP, write_half, REPLAY]),
+        (MASTERS[3], [REPLAY, write_master_by_data, evaluate, REPLAY]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_what_is_written_between_replays_counts(
+    amp: ModuleType, cuda: FakeCuda, kind: str, events: list[Any]
+) -> None:
+    eager, replayed = (after_events(amp, kind, events, one) for one in (False, True))
+    assert_same(replayed, eager)
+
+
+@pytest.mark.filterwarnings("ignore:between two forward passes:UserWarning")  # both are written to
+def test_what_is_written_in_any_order_between_replays_counts(
+    amp: ModuleType, cuda: FakeCuda
+) -> None:
+    @trains()
+    @given(
+        st.sampled_from(MASTERS),
+        st.lists(st.sampled_from([REPLAY, STEP, *WRITES]), min_size=3, max_size=7),
+    )
+    def run(kind: str, events: list[Any]) -> None:
+        eager, replayed = (after_events(amp, kind, [*events, REPLAY], one) for one in (False, True))
+        assert_same(replayed, eager)
+
+    run()
+
+
+@pytest.mark.parametrize("kind", [MASTERS[1], MASTERS[2]])
+def test_what_a_captured_step_writes_to_masters_counts(
+    amp: ModuleType, cuda: FakeCuda, kind: str
+) -> None:
+    """As the bounds of a WGAN's weights, in each step."""
+    histories = []
+    for is_captured in (False, True):
+        training = Training(amp, kind)
+        training.load(0)
+
+        def step(training: Training = training) -> None:
+            training.step()
+            with torch.no_grad():
+                for master in amp.master_params(training.optimizer):
+                    master.clamp_(-0.1, 0.1)
+
+        again = step
+        if is_captured:
+            again = cuda_graph.capture(step, warm_up=WARM_UP).replay
+        for _ in range(3 if is_captured else 3 + WARM_UP):
+            again()
+        evaluate(training)
+        histories.append(training.state())
+        amp.deactivate()
+    assert_same(histories[1], histories[0])
+
+
+@pytest.mark.parametrize("kind", [MASTERS[0], MASTERS[1]])
+def test_replays_read_no_masters_and_end_the_looks_for_unseen_writes(
+    amp: ModuleType, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    training = Training(amp, kind)
+    step = captured(training)
+    step.replay()
+    looks: list[Tensor] = []
+    look = unseen_writes.sum_of_bits
+    monkeypatch.setattr(unseen_writes, "sum_of_bits", lambda one: looks.append(one) or look(one))
+    for _ in range(WATCHED):
+        step.replay()
+    evaluate(training)
+    training.step()
+    evaluate(training)
+    assert looks == []
 
 
 @pytest.mark.parametrize("is_captured", [True, False])

@@ -266,6 +266,18 @@ class MasterWeights:
             self._rounding.write_rows(rows)
             self._writes.note_published(rows)
 
+    def publish_all_writes(self) -> None:
+        """As `publish_writes`, and also what the user may have written to masters in hand.
+
+        A CUDA graph comes, or goes on, that has the half parameters win.
+        """
+        self.end_exposure()
+        self.publish_writes()
+
+    def note_replay(self) -> None:
+        """See `UserWrites.note_replay`."""
+        self._writes.note_replay()
+
     def _unless_in_a_step(self, act: Callable[[], None]) -> None:
         """Call ``act``, unless another thread steps the masters."""
         if self.lock.acquire(blocking=False):

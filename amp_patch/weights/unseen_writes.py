@@ -25,7 +25,7 @@ class UnseenWrites:
     """Compares the bits of masters with what they were, in the first steps of a training.
 
     And after a read of their ``.data``. Where it finds a write it looks in all later steps, too. A
-    look reads all masters.
+    look reads all masters of which something is noted.
 
     Args:
         sums: of the bits of each master, and its version then, by its address: two optimizers of
@@ -66,7 +66,7 @@ class UnseenWrites:
         self.note([one for one in local if noted.get(one.data_ptr(), _NOTHING)[1] != one._version])
 
     def forget(self, place: int) -> None:
-        """A master has come to an address, at which another may have been before."""
+        """Nothing is known of what is at an address: another master, say, has come there."""
         self._sums.pop(place, None)
 
     def look_now(self, local: Sequence[Tensor]) -> None:
@@ -98,16 +98,18 @@ class UnseenWrites:
             masters: all of them.
             local: what this rank holds of each.
         """
-        found = self._sums_of(local)
+        known = self._sums
+        rows = [row for row, held in enumerate(local) if held.data_ptr() in known]
+        found = self._sums_of([local[row] for row in rows])
         if not found:
             return
-        for master, held in zip(masters, local, strict=True):
-            place = held.data_ptr()
-            (total, version), (noted, at) = found[place], self._sums.get(place, _NOTHING)
+        for row in rows:
+            master, place = masters[row], local[row].data_ptr()
+            (total, version), (noted, at) = found[place], known[place]
             if total != noted and version == at:
                 increment_version(master)
                 self.keep_looking()
-        self._sums.update(found)
+        known.update(found)
 
     def _sums_of(self, local: Sequence[Tensor]) -> dict[int, tuple[int, int]]:
         if not local or not self.is_looking or not are_readable(local):

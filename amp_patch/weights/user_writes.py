@@ -173,3 +173,14 @@ class UserWrites:
             self.unseen.note(self._pairs.local_masters())
         if self._versions.given:
             self._versions.end_giving()
+
+    def note_replay(self) -> None:
+        """A CUDA graph has stepped the masters and rounded them, which moved no version.
+
+        What their bits are now the host would have to wait for: none are known.
+        """
+        self.look_again()
+        if self.unseen.is_looking:
+            self.unseen.count_step()
+            for master in self._pairs.local_masters():
+                self.unseen.forget(master.data_ptr())
