@@ -57,7 +57,7 @@ class UnscaledLater:
         sources = [self.grads[row] for row in rows]
         models = [self._models[row] for row in rows]
         targets = [torch.empty_like(model, dtype=torch.float32) for model in models]
-        kernels.unscaler(sources, targets).run(sources, targets, self.scale)
+        kernels.unscale(sources, targets, self.scale)
         if self.clip is not None:
             kernels.multiply(targets, self.clip)
         return targets
@@ -172,7 +172,7 @@ class LargeInHalf:
         return made
 
     def _unscaled(self, half: Tensor, into: Tensor | None = None) -> Tensor:
-        # The bits of `kernels.unscaler`: times one number, not 0-dim, it is fp32.
+        # The bits of `kernels.unscale`: times one number, not 0-dim, it is fp32.
         if half.is_cpu:  # where torch would make a copy in fp32 before it multiplies
             exact = half.float() if into is None else into.copy_(half)
             exact = exact if self._scale == 1.0 else exact.mul_(self._inverse)

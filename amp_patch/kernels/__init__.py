@@ -16,6 +16,7 @@ from .choice import (
     cross_entropy,
     is_on_cuda,
     reset,
+    unscale,
     unscaler,
     update_scale,
 )
@@ -45,6 +46,7 @@ __all__ = [
     "multiply",
     "reset",
     "source",
+    "unscale",
     "unscaler",
     "update_scale",
     "values",

@@ -32,6 +32,15 @@ def unscaler(
     return torch_kernels.Unscale(sources, targets)
 
 
+def unscale(
+    sources: Sequence[Tensor], targets: Sequence[Tensor], scale: float | Tensor
+) -> torch_kernels.GradCheck:
+    """Unscale and check gradients that may be others at each call; see `torch_kernels.unscale`."""
+    if _is_for_kernels("Unscale", sources, targets):
+        return cuda_kernels.unscale(sources, targets, scale)
+    return torch_kernels.unscale(sources, targets, scale)
+
+
 #: What `checker` returns.
 Checker = torch_kernels.Check | cuda_kernels.Check
 

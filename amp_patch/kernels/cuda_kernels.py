@@ -14,7 +14,7 @@ from . import cuda_module, torch_kernels
 from .cuda_launch import launch, note_written
 from .cuda_module import Kernel
 from .cuda_norms import clip_by_norm
-from .cuda_unscale import Check, GradCheck, Unscale, statistics_memory
+from .cuda_unscale import Check, GradCheck, Unscale, UnscaleOnce, statistics_memory
 from .dense_rows import DenseRows, chosen, split
 from .scaler_state import Rule, ScalerState
 from .tensor_tables import addresses
@@ -29,6 +29,7 @@ __all__ = [
     "Unscale",
     "accumulate",
     "clip_by_norm",
+    "unscale",
     "update_scale",
 ]
 
@@ -57,6 +58,13 @@ def accumulate(targets: Sequence[Tensor], others: Sequence[Tensor]) -> None:
         name, chunks = "accumulate_{0}_{1}_to_{0}", statistics_memory(part)
         launch(part, "accumulate.cu", name, "PPfPfPP", rows, *factors, per_chunk=chunks)
         note_written(ours)
+
+
+def unscale(
+    sources: Sequence[Tensor], targets: Sequence[Tensor], scale: float | Tensor
+) -> GradCheck:
+    """See `torch_kernels.unscale`."""
+    return UnscaleOnce(sources, targets).run(sources, targets, scale)
 
 
 class Cast:

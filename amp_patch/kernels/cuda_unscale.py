@@ -19,7 +19,7 @@ from amp_patch.scales import Scale
 from . import cuda_module, torch_kernels
 from .cuda_launch import launch, note_written
 from .cuda_module import Kernel
-from .dense_rows import DenseRows, Part, Split, chosen, layouts
+from .dense_rows import DenseRows, Part, Split, chosen, layouts, split
 from .getters import DTYPE
 from .resident import Resident, scalar
 from .without_grad import without_grad
@@ -182,7 +182,7 @@ class Unscale:
         storage: Sequence[list[Tensor]] = (),
     ) -> GradCheck:
         """See `torch_kernels.Unscale.run`; ``storage`` is not needed."""
-        parts, others = self._dense_rows.split(sources, targets)
+        parts, others = self._split_rows(sources, targets)
         rest = _unscale_others(chosen(sources, others), chosen(targets, others), scale)
         flags = {flag.device: flag for flag in rest.found_inf}
         statistics = []
@@ -200,12 +200,25 @@ class Unscale:
         """See `torch_kernels.Unscale.copy`; here the check takes no time, and is made."""
         return self.run(sources, targets, 1.0)
 
+    def _split_rows(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> Split:
+        return self._dense_rows.split(sources, targets)
+
     def _scale_on(self, device: torch.device, scale: Scale) -> Tensor:
         if isinstance(scale, Tensor):
             return scale.to(device, non_blocking=True)
         if device not in self._scales:
             self._scales[device] = scalar(device)
         return self._scales[device].holding(scale)
+
+
+class UnscaleOnce(Unscale):
+    """As `Unscale`, of gradients that may be others at each call, see `dense_rows.split`.
+
+    Tables of its own would have to be uploaded, which no step may that a CUDA graph captures.
+    """
+
+    def _split_rows(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> Split:
+        return split("Unscale", sources, targets)
 
 
 class Check(Unscale):

@@ -48,6 +48,7 @@ __all__ = [
     "inverse_of",
     "multiply",
     "norms_of",
+    "unscale",
     "values",
 ]
 
@@ -234,6 +235,13 @@ class Unscale:
         if self._factor is None or self._factor[0] != factor:
             self._factor = factor, torch.full((1,), factor, dtype=torch.float32, device=device)
         return self._factor[1]
+
+
+def unscale(
+    sources: Sequence[Tensor], targets: Sequence[Tensor], scale: float | Tensor
+) -> GradCheck:
+    """Do once what `Unscale.run` does, of lists that may be others at each call."""
+    return Unscale(sources, targets).run(sources, targets, scale)
 
 
 def _inverse(scale: float) -> float:

@@ -314,8 +314,7 @@ class ServedScalers:
             return
         params = params_of(optimizer)
         grads = [param.grad for param in params if param.grad is not None]
-        unscale = kernels.unscaler(grads, grads)
-        self._cycle.checks[optimizer] = unscale.run(grads, grads, self._last_scale)
+        self._cycle.checks[optimizer] = kernels.unscale(grads, grads, self._last_scale)
         self._unscaled(params)
 
 

@@ -7,6 +7,7 @@ from launches_of_torch import Operations
 from torch import Tensor
 
 from amp_patch.kernels import resident, torch_kernels
+from amp_patch.kernels.cuda_kernels import unscale
 from amp_patch.kernels.cuda_unscale import Check, Unscale
 from amp_patch.kernels.tensor_tables import CHUNK
 
@@ -39,6 +40,22 @@ def test_torch_launches_nothing_beside_the_kernels(modules: EmulatedModules) -> 
         unscale.run(grads, grads, scale)
     assert grads[0].tolist() == [0.25] * 5
     assert noted.names == []
+
+
+def test_lists_that_are_others_at_each_call_share_their_tables(
+    modules: EmulatedModules, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[list[int]] = []
+    upload = resident.FixedTable._upload
+    noting = lambda table, numbers: made.append(numbers) or upload(table, numbers)  # noqa: E731
+    monkeypatch.setattr(resident.FixedTable, "_upload", noting)
+    for number in (1.0, 2.0, torch.inf):
+        grads = [torch.full((5,), 2.0 * number).half(), torch.ones(7).half()]
+        targets = [torch.empty(5), torch.empty(7)]
+        check = unscale(grads, targets, torch.full((1,), 2.0))
+        assert check.nonfinite() == ([(0, "inf")] if number == torch.inf else [])
+        assert (targets[0].tolist(), targets[1].tolist()) == ([number] * 5, [0.5] * 7)
+    assert len(made) == 2  # the chunks and the ranges, of the first
 
 
 def test_a_large_tensor_has_many_chunks(modules: EmulatedModules) -> None:

@@ -236,7 +236,7 @@ class LossScaler:
         if scale == 1.0 and models_are_masters and not self.dynamic:
             return
         sources, targets = list(model_grads), list(master_grads)
-        self.note(kernels.unscaler(sources, targets).run(sources, targets, scale))
+        self.note(kernels.unscale(sources, targets, scale))
 
     def unscale_with_stashed(
         self,
@@ -257,7 +257,7 @@ class LossScaler:
         with torch.no_grad():
             kept = [stashed.float() * (out / stashed_have) for stashed in stashed_master_grads]
         received = [torch.empty_like(stashed) for stashed in kept]
-        self.note(kernels.unscaler(sources, received).run(sources, received, grads_have / out))
+        self.note(kernels.unscale(sources, received, grads_have / out))
         with torch.no_grad():
             for target, new, old in zip(master_grads, received, kept, strict=True):
                 target.copy_(new + old)
