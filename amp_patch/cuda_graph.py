@@ -212,7 +212,8 @@ def _run_outside(step: Callable[[], Any], count: int) -> None:
     was_skipped = False
     while True:
         before = _ended()
-        step()
+        with captures.rehearse():
+            step()
         skipped = [one for one in _stepped_since(before) if one.skip.was_skipped]
         if not skipped:
             return

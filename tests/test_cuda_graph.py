@@ -430,6 +430,53 @@ def test_what_a_captured_step_writes_to_masters_counts(
     assert_same(histories[1], histories[0])
 
 
+def clip_by_largest(training: Training) -> None:
+    training.amp.clip_grad_norm_(training.optimizer, 0.25, norm_type=torch.inf)
+
+
+def halve_gradients(training: Training) -> None:
+    for master in training.amp.master_params(training.optimizer):
+        master.grad.mul_(0.5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "blocks", "act"),
+    [
+        (MASTERS[0], 6, read_masters),
+        (MASTERS[1], 1, clip_by_largest),
+        (MASTERS[1], 2, read_masters),
+        (MASTERS[2], 1, halve_gradients),
+        (MASTERS[2], 7, clip_by_largest),
+    ],
+)
+def test_a_step_of_many_blocks_that_looks_at_gradients_is_captured(
+    amp: ModuleType, cuda: FakeCuda, kind: str, blocks: int, act: Event
+) -> None:
+    histories = []
+    for is_captured in (False, True):
+        training = Training(amp, kind)
+        training.load(0)
+
+        def step(training: Training = training) -> None:
+            training.optimizer.zero_grad()
+            for number in range(blocks):
+                loss = training.model(training.inputs * (number + 1)).float().square().mean()
+                with amp.scale_loss(loss * training.factor, training.optimizer) as scaled_loss:
+                    scaled_loss.backward()
+            act(training)
+            training.optimizer.step()
+
+        again = step
+        if is_captured:
+            again = cuda_graph.capture(step, warm_up=WARM_UP).replay
+        for number in range(3 if is_captured else 3 + WARM_UP):
+            training.load(number if is_captured else max(0, number - WARM_UP))
+            again()
+        histories.append(training.state())
+        amp.deactivate()
+    assert_same(histories[1], histories[0])
+
+
 @pytest.mark.parametrize("kind", [MASTERS[0], MASTERS[1]])
 def test_replays_read_no_masters_and_end_the_looks_for_unseen_writes(
     amp: ModuleType, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, kind: str
@@ -688,12 +735,11 @@ def test_a_step_that_needs_the_host_is_refused(amp: ModuleType, cuda: FakeCuda, 
         training.optimizer.zero_grad()
         with amp.scale_loss(training.model(training.inputs).sum(), training.optimizer) as loss:
             loss.backward()
-        if cuda.is_capturing:
-            for master in amp.master_params(training.optimizer):
-                if "one pass" in kind:
-                    master.grad = master.grad.t().contiguous().t()
-                else:
-                    training.optimizer.state[master].clear()
+        for master in amp.master_params(training.optimizer):
+            if "one pass" in kind:  # also before, when the tables for it are uploaded
+                master.grad = master.grad.t().contiguous().t()
+            elif cuda.is_capturing:
+                training.optimizer.state[master].clear()
         training.optimizer.step()
 
     with pytest.raises(RuntimeError, match=re.escape(WAITS)):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -43,11 +44,16 @@ class Captures:
     ``torch.cuda.graph()``, does not. Then an action that must follow each replay is refused, and
     memory that the graph copies from is kept until the process ends, for nothing tells when the
     graph goes.
+
+    Attributes:
+        are_rehearsed: whether the step that runs is made as one that is captured next.
     """
 
     def __init__(self) -> None:
         self._collected: HostSide | None = None
         self._memory_of_others: dict[int, Tensor] = {}
+        self.are_rehearsed = False
+        self._uses: Counter[Callable[[int], object]] = Counter()
 
     def are_made(self, device: torch.device) -> bool:
         """Return whether what is launched on a device now is captured, and does not run."""
@@ -61,6 +67,22 @@ class Captures:
             yield host_side
         finally:
             self._collected = None
+
+    @contextlib.contextmanager
+    def rehearse(self) -> Iterator[None]:
+        """Make a step in the block as one that is captured next; who notes uses prepares for it."""
+        self.are_rehearsed = True
+        try:
+            yield
+            for reserve, count in self._uses.items():
+                reserve(count)
+        finally:
+            self.are_rehearsed = False
+            self._uses.clear()
+
+    def note_use(self, reserve: Callable[[int], object]) -> None:
+        """Have ``reserve`` called after the rehearsal, with how often this was called for it."""
+        self._uses[reserve] += 1
 
     def keep(self, memory: Tensor) -> None:
         """Keep memory alive for the graph that is captured, and was not made in it."""

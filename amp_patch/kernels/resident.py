@@ -9,16 +9,17 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from .cuda_module import stream_on
-from .graph_capture import captures
+from .graph_capture import captures, type_of
 
 T = TypeVar("T")
 
-#: So many different contents of a table can be captured before it is uploaded outside of a graph.
+#: So many different contents of a table can be captured at least, after any step.
 _SPARE = 4
 
 
@@ -46,11 +47,9 @@ class Resident(Generic[T]):
 
     def holding(self, content: Any) -> T:
         """Return the tensor for a content."""
-        stream = 0
-        if self._device.type == "cuda":
-            if torch.cuda.is_current_stream_capturing():
-                return self._capture(content)
-            stream = stream_on(self._device)
+        if captures.are_made(self._device):
+            return self._capture(content)
+        stream = stream_on(self._device) if type_of(self._device) == "cuda" else 0
         same = content is self._content or content == self._content
         if self._made is None or not same or stream != self._stream:
             self._made = self._make(content)
@@ -117,17 +116,21 @@ class AddressTable:
         self._columns: list[Any] = []
         self._host = torch.empty((rows, 0), dtype=torch.int64, device="cpu")
         self._spare: list[Tensor] = []
-        self._captured: tuple[Any, Tensor] | None = None
+        # What living graphs upload from, by its content.
+        self._captured: WeakValueDictionary[Any, Tensor] = WeakValueDictionary()
         self._resident = Resident(device, self._upload, self._capture)
 
     def holding(self, columns: list[Sequence[int]]) -> Tensor:
         """Return the table of these columns, int64, shape (rows, columns)."""
+        if captures.are_rehearsed:
+            captures.note_use(self._reserve)
         return self._resident.holding(columns)
 
     def _on_host(self, columns: list[Sequence[int]]) -> Tensor:
         if len(columns) != len(self._columns):
             self._columns = [None] * len(columns)
             self._host = self._host.new_empty((self._rows, len(columns)))
+            self._spare = [one for one in self._spare if one.shape == self._host.shape]
         for place, column in enumerate(columns if self._rows else ()):
             if column != self._columns[place]:
                 numbers = torch.frombuffer(array("q", column), dtype=torch.int64)
@@ -137,20 +140,29 @@ class AddressTable:
 
     def _upload(self, columns: list[Sequence[int]]) -> Tensor:
         host = self._on_host(columns)
-        # Older versions of torch cannot allocate pinned memory during a capture.
-        while self._device.type == "cuda" and len(self._spare) < _SPARE:
-            self._spare.append(torch.empty_like(host, pin_memory=True))
+        self._reserve(_SPARE)
         return _without_waiting(host, self._device)
+
+    def _reserve(self, count: int) -> None:
+        """Have memory for so many contents to be captured.
+
+        Older versions of torch cannot allocate pinned memory during a capture.
+        """
+        is_cuda = type_of(self._device) == "cuda"
+        while len(self._spare) < count:
+            self._spare.append(torch.empty_like(self._host, pin_memory=is_cuda))
 
     def _capture(self, columns: list[Sequence[int]]) -> Tensor:
         """Return a table that each replay uploads: what is eager may need other addresses."""
-        if self._captured is None or columns != self._captured[0]:
+        content = tuple(map(tuple, columns))
+        memory = self._captured.get(content)
+        if memory is None:
+            host = self._on_host(columns)
             if not self._spare:
                 raise _no_step_before(self._rows)
-            self._captured = columns, self._spare.pop().copy_(self._on_host(columns))
-        memory = self._captured[1]
+            memory = self._captured[content] = self._spare.pop().copy_(host)
         captures.keep(memory)
-        return memory.to(self._device, non_blocking=True)
+        return memory.to(self._device, non_blocking=True, copy=True)
 
 
 def _without_waiting(host: Tensor, device: torch.device) -> Tensor:

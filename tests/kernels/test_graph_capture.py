@@ -63,6 +63,25 @@ def test_only_a_cuda_device_captures() -> None:
     assert not Captures().are_made(CPU)
 
 
+def test_a_step_that_fails_prepares_for_no_capture() -> None:
+    captures, reserved = Captures(), []
+    with captures.rehearse():
+        captures.note_use(reserved.append)
+        captures.note_use(reserved.append)
+    assert reserved == [2]
+
+    def fails() -> None:
+        with captures.rehearse():
+            captures.note_use(reserved.append)
+            raise ZeroDivisionError
+
+    pytest.raises(ZeroDivisionError, fails)
+    with captures.rehearse():
+        pass
+    assert reserved == [2]
+    assert not captures.are_rehearsed
+
+
 # --- memory that a graph copies from ---
 
 

@@ -165,6 +165,34 @@ def test_a_step_beside_a_graph_does_not_change_what_the_graph_uploads(
     assert uploads.made == [[1, 2], [5, 6]]
 
 
+def test_a_step_may_have_as_many_contents_as_the_rehearsed_one() -> None:
+    table, contents = AddressTable(2, CPU), [[[n, n + 1]] for n in range(9)]
+    for _ in range(2):
+        with captures.rehearse():
+            for content in contents:
+                table.holding(content)
+    with captures.collect() as graph:
+        made = [table._capture(content).tolist() for content in [*contents, *contents]]
+        with pytest.raises(RuntimeError, match=REFUSED.format(2)):
+            table._capture([[7, 7]])
+    assert made == [[[n], [n + 1]] for n in range(9)] * 2
+    assert [one.tolist() for one in graph.memory.values()] == made[:9]
+    table.holding([[3, 4]])
+    with captures.collect() as other:  # of the same contents
+        table._capture(contents[8])
+    assert list(other.memory) == [list(graph.memory)[8]]
+    del graph, other
+    assert len(table._captured) == 0
+
+
+def test_memory_for_a_graph_has_as_many_columns_as_the_table() -> None:
+    table = AddressTable(2, CPU)
+    for columns in ([[1, 2]], [[1, 2], [3, 4]]):
+        with captures.rehearse():
+            table.holding(columns)
+    assert table._capture([[1, 2], [5, 6]]).tolist() == [[1, 5], [2, 6]]
+
+
 REFUSED = (
     "a step must run before a CUDA graph captures it.*; got a capture of {} rows without "
     r"any; run the step outside of torch.cuda.graph\(\) first"
