@@ -78,12 +78,15 @@ class Module:
     """``cupy.cuda.Module``: a kernel is found where the machine code names it."""
 
     loaded: list[bytes]
+    driver: "Driver"
 
     def load(self, code: bytes) -> None:
-        self.code = code
+        self.code, self.context = code, self.driver.context
+        assert self.context != 0, "a module is loaded into the thread's context"
         self.loaded.append(code)
 
     def get_function(self, name: str) -> "Function":
+        assert self.context == self.driver.context
         assert f".text.{name}\0".encode() in self.code
         return Function(self, name)
 
@@ -95,6 +98,26 @@ class Function:
         self.module, self.name, self.ptr = module, name, id(self)
 
 
+class Driver(ModuleType):
+    """``cupy.cuda.driver`` in a thread that has no context yet.
+
+    Attributes:
+        context: the current one, 0 without.
+    """
+
+    def __init__(self, launch: Callable[..., None]) -> None:
+        super().__init__("cupy.cuda.driver")
+        self.launchKernel = launch
+        self.context = 0
+
+    def ctxGetCurrent(self) -> int:
+        return self.context
+
+    def set_device(self, index: int) -> None:
+        """Stand for ``cupy.cuda.runtime.setDevice``: each device has a context of its own."""
+        self.context = 100 + index
+
+
 def install(
     monkeypatch: pytest.MonkeyPatch, cuda_path: Path | None, launch: Callable[..., None]
 ) -> Any:
@@ -102,11 +125,10 @@ def install(
     cupy, cuda = ModuleType("cupy"), ModuleType("cupy.cuda")
     cupy.cuda = cuda
     cuda.nvrtc = Nvrtc()
-    cuda.driver = ModuleType("cupy.cuda.driver")
-    cuda.driver.launchKernel = launch
-    cuda.driver.ctxGetCurrent = lambda: 1
+    cuda.driver = Driver(launch)
     cuda.runtime = ModuleType("cupy.cuda.runtime")
-    cuda.Module = type("Module", (Module,), {"loaded": []})
+    cuda.runtime.setDevice = cuda.driver.set_device
+    cuda.Module = type("Module", (Module,), {"loaded": [], "driver": cuda.driver})
     cuda.get_cuda_path = lambda: cuda_path and str(cuda_path)
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)

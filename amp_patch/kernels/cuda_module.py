@@ -95,6 +95,7 @@ class CudaModules:
 
     def __init__(self) -> None:
         self._cuda: Any = None  # cupy's, where a module was loaded
+        self._contexts: dict[int, int] = {}  # of the devices on which any was
         self._modules: dict[tuple[str, int], Any] = {}
         self._functions: dict[tuple[str, str, int], Any] = {}
         self._failures: dict[tuple[str, int], Failure] = {}
@@ -137,10 +138,13 @@ class CudaModules:
                 self.launch(kernel, grid, device, *arguments)
             return
         addresses, _values = packed(kernel.parameters, arguments)
-        function = self._function(kernel, index)
-        # The driver, unlike torch's own launches, does not bind a thread to the device's context.
-        if not self._cuda.driver.ctxGetCurrent():
+        if index not in self._contexts:
+            self._module(kernel.source, index)
+        # The driver, unlike torch's own launches, does not bind a thread to the device's context,
+        # in which functions are looked up, too.
+        if self._cuda.driver.ctxGetCurrent() != self._contexts[index]:
             self._cuda.runtime.setDevice(index)
+        function = self._function(kernel, index)
         self._cuda.driver.launchKernel(
             function.ptr,
             *(grid, 1, 1),
@@ -192,9 +196,11 @@ class CudaModules:
             major, minor = torch.cuda.get_device_capability(index)
             code = cuda_compiler.machine_code(source, f"sm_{major}{minor}")
             with torch.cuda.device(index):
+                cupy.cuda.runtime.setDevice(index)  # torch has bound no thread to the current one
                 module = cupy.cuda.Module()
                 module.load(code)
-            self._cuda = cupy.cuda
+                self._cuda = cupy.cuda  # first, for other threads ask for the context
+                self._contexts[index] = cupy.cuda.driver.ctxGetCurrent()
             self._modules[source, index] = module
         return self._modules[source, index]
 

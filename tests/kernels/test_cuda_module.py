@@ -78,18 +78,21 @@ def test_a_launch_goes_to_the_tensors_device_and_its_current_stream(gpus: Gpus) 
 
 
 @linux_only
-def test_a_thread_without_a_context_is_bound_to_the_devices_before_it_launches(
-    gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("context", [0, 100, 7], ids=["none", "another device's", "a foreign one"])
+def test_a_thread_is_bound_to_the_devices_context_before_its_functions_are_looked_up(
+    gpus: Gpus, monkeypatch: pytest.MonkeyPatch, context: int
 ) -> None:
-    calls: list[object] = []
-    monkeypatch.setattr(gpus.cuda.driver, "ctxGetCurrent", lambda: 5 if calls else 0)
-    monkeypatch.setattr(gpus.cuda.driver, "launchKernel", lambda *_: calls.append("launch"))
-    bind = lambda index: calls.append((index, gpus.current))  # noqa: E731 - a note of the call
-    monkeypatch.setattr(gpus.cuda.runtime, "setDevice", bind, raising=False)
-    rows = torch.zeros(3)
+    """As that of a backward, which may be the first to launch a kernel of a loaded source."""
+    modules, driver, rows = CudaModules(), gpus.cuda.driver, torch.zeros(3)
+    assert modules.failure(["reconcile.cu"], gpu(1)) is None
+    assert driver.context == 101
+    driver.context = context
+    found: list[int] = []
+    monkeypatch.setattr(driver, "launchKernel", lambda *_: found.append(driver.context))
     for _ in range(2):
-        CudaModules().launch(RECONCILE, 1, gpu(1), rows, rows)
-    assert calls == [(1, 1), "launch", "launch"]
+        modules.launch(RECONCILE, 1, gpu(1), rows, rows)
+        modules.launch(UPDATE, 1, gpu(1), rows, None, True, 2.0, 0.1, 2, 3, 0.1, 1.0)
+    assert found == [101] * 4
 
 
 @linux_only
