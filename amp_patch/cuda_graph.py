@@ -5,6 +5,7 @@ Knows the session, to bring its state up to date around a replay; nothing of how
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -83,8 +84,8 @@ class CapturedStep:
 def capture(step: Callable[[], Any], *, warm_up: int = 3, pool: Any = None) -> CapturedStep:
     """Capture a whole training step: forward, `amp.scale_loss`, backward, clipping, step.
 
-    The scale is moved, and a step with an overflow is skipped, by the GPU inside the graph. At O1
-    and O4 the weights are cast anew in each replay. ::
+    The scale is moved, and a step with an overflow is skipped, by the GPU inside the graph: the one
+    that the parameters are on. At O1 and O4 the weights are cast anew in each replay. ::
 
         def step():
             optimizer.zero_grad()
@@ -126,12 +127,22 @@ def capture(step: Callable[[], Any], *, warm_up: int = 3, pool: Any = None) -> C
     Raises:
         TypeError: step cannot be called, or warm_up is no int.
         ValueError: warm_up is below 2.
-        RuntimeError: no CUDA device; `amp.initialize` was not called; the loss or an output of an
-            earlier step is still held; a step for which the host has to wait.
+        RuntimeError: no CUDA device; `amp.initialize` was not called; parameters on several
+            devices; the loss or an output of an earlier step is still held; a step for which the
+            host has to wait.
         FloatingPointError: steps that overflow at a static loss scale, or at the floor of one.
     """
     _refuse_arguments(step, warm_up)
     session.lookup.is_off("amp_patch.cuda_graph.capture()")
+    device = _device_of(_all_params())
+    with torch.cuda.device(-1 if device is None else device):  # -1: the current one
+        return _capture(step, warm_up, pool, device)
+
+
+def _capture(
+    step: Callable[[], Any], warm_up: int, pool: Any, device: torch.device | None
+) -> CapturedStep:
+    """Do what `capture` says on the current device."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     # A kept cast remembers in the autograd graph which stream it was made on: that may be one
@@ -143,7 +154,7 @@ def capture(step: Callable[[], Any], *, warm_up: int = 3, pool: Any = None) -> C
     _settle()
     graph, before = torch.cuda.CUDAGraph(), _ended()
     try:
-        with captures.collect() as host_side, torch.cuda.graph(graph, pool=pool, stream=stream):
+        with captures.collect(device) as host_side, _captured(graph, pool, stream):
             result = step()
             # What the step itself has written to masters, each replay is to bring to the weights.
             _publish_writes()
@@ -155,6 +166,36 @@ def capture(step: Callable[[], Any], *, warm_up: int = 3, pool: Any = None) -> C
         session.cache.drop_casts()
     _follow_host()
     return captured
+
+
+def _captured(graph: Any, pool: Any, stream: Any) -> contextlib.AbstractContextManager[Any]:
+    """Return the block that is captured.
+
+    The mode says which threads may not allocate, say, while a graph is captured; what is launched
+    on the stream is captured whoever does it, so that autograd's threads are in it all the same.
+    By torch's default, "global", the thread of a DataLoader that pins memory breaks the capture.
+    """
+    return torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
+
+
+def _all_params() -> list[Tensor]:
+    return [param for model in session.models.levels for param in model.parameters()]
+
+
+def _device_of(params: Iterable[Tensor]) -> torch.device | None:
+    """Return the CUDA device of parameters; None where none is on one.
+
+    Raises:
+        RuntimeError: they are on several.
+    """
+    devices = {param.device for param in params if param.device.type == "cuda"}
+    if len(devices) > 1:
+        raise RuntimeError(
+            "a CUDA graph captures what one device does; got models with parameters on "
+            f"{', '.join(sorted(map(str, devices)))}. Call the step function itself in each "
+            "iteration."
+        )
+    return next(iter(devices), None)
 
 
 def _refuse_arguments(step: Any, warm_up: Any) -> None:
@@ -182,8 +223,7 @@ def _refuse_arguments(step: Any, warm_up: Any) -> None:
 def _refuse_living_graphs() -> None:
     if is_on():
         return  # DistributedDataParallel holds a node of each parameter all the time
-    params = [param for model in session.models.levels for param in model.parameters()]
-    if held := in_living_graphs(params):
+    if held := in_living_graphs(_all_params()):
         raise RuntimeError(
             "a step is captured on a stream of its own, so that no autograd graph of an earlier "
             "step may be alive; got a loss or an output that is still held, whose graph leads to "

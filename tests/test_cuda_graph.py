@@ -536,6 +536,45 @@ def test_a_step_that_ends_in_a_forward_casts_its_weights_in_each_replay(
     assert_same(histories[1], histories[0])
 
 
+def test_other_threads_may_allocate_during_a_capture(amp: ModuleType, cuda: FakeCuda) -> None:
+    """As that of a DataLoader which pins memory."""
+    captured(Training(amp, "O1 adamw"))
+    assert cuda.error_mode == "thread_local"
+
+
+def test_a_graph_is_captured_on_the_device_of_the_parameters(
+    amp: ModuleType, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training, used = Training(amp, "O1 adamw"), set()
+    make, device = training.step, torch.device("cuda", 1)
+    monkeypatch.setattr(cuda_graph, "_device_of", lambda params: device)
+
+    def step() -> Tensor:
+        used.add(cuda.device)
+        return make()
+
+    released = cuda_graph.capture(step)._host_side
+    assert (used, cuda.device, released.device) == ({1}, 0, device)
+
+
+class On:
+    """Stands in for a parameter that is on a device."""
+
+    def __init__(self, device: str) -> None:
+        self.device = torch.device(device)
+
+
+def test_parameters_on_several_devices_are_refused() -> None:
+    assert cuda_graph._device_of([On("cpu"), On("meta")]) is None
+    assert cuda_graph._device_of([On("cpu"), On("cuda:1"), On("cuda:1")]) == torch.device("cuda:1")
+    message = (
+        "a CUDA graph captures what one device does; got models with parameters on cuda:0, cuda:1. "
+        "Call the step function itself in each iteration."
+    )
+    with pytest.raises(RuntimeError, match=exactly(message)):
+        cuda_graph._device_of([On("cuda:1"), On("cuda:0")])
+
+
 def test_messages_of_replays_are_printed(
     amp: ModuleType, cuda: FakeCuda, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -24,9 +24,13 @@ class HostSide:
         actions: to be called after each replay.
         memory: made outside of the graph, which reads or copies it at each replay: it must live as
             long.
+
+    Args:
+        device: the one that it replays on; None: the current one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
+        self.device = device
         self.actions: list[Callable[[], object]] = []
         self.memory: dict[int, Tensor] = {}
 
@@ -60,9 +64,13 @@ class Captures:
         return type_of(device) == "cuda" and torch.cuda.is_current_stream_capturing()
 
     @contextlib.contextmanager
-    def collect(self) -> Iterator[HostSide]:
-        """Give what the graph needs of the host that is captured inside the block."""
-        self._collected = host_side = HostSide()
+    def collect(self, device: torch.device | None = None) -> Iterator[HostSide]:
+        """Give what the graph needs of the host that is captured inside the block.
+
+        Args:
+            device: see `HostSide`.
+        """
+        self._collected = host_side = HostSide(device)
         try:
             yield host_side
         finally:
@@ -96,7 +104,7 @@ class Captures:
             if torch.cuda.is_current_stream_capturing():  # when the host cannot wait
                 self._memory_of_others.update(host_side.memory)
             else:
-                torch.cuda.synchronize()
+                torch.cuda.synchronize(host_side.device)
         host_side.memory.clear()
 
     def can_follow(self, device: torch.device) -> bool:

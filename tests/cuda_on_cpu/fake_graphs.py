@@ -84,6 +84,7 @@ class FakeCuda:
         self.is_capturing = False
         self._modules = modules
         stream = type("Stream", (), {"wait_stream": lambda self, other: None})
+        self.device, self.error_mode = 0, ""
         fakes: dict[str, Any] = {
             "is_available": lambda: True,
             "Stream": stream,
@@ -91,6 +92,7 @@ class FakeCuda:
             "stream": lambda one: contextlib.nullcontext(),
             "CUDAGraph": Recorded,
             "graph": self.graph,
+            "device": self.on_device,
         }
         for name, fake in fakes.items():
             monkeypatch.setattr(torch.cuda, name, fake)
@@ -120,7 +122,17 @@ class FakeCuda:
         monkeypatch.setattr(skip, "HostCopy", Guarded)
 
     @contextlib.contextmanager
-    def graph(self, graph: Recorded, pool: Any, stream: Any) -> Iterator[None]:
+    def on_device(self, device: Any) -> Iterator[None]:
+        before, index = self.device, device if isinstance(device, int) else device.index
+        self.device = before if index < 0 else index
+        yield
+        self.device = before
+
+    @contextlib.contextmanager
+    def graph(
+        self, graph: Recorded, pool: Any, stream: Any, capture_error_mode: str = "global"
+    ) -> Iterator[None]:
+        self.error_mode = capture_error_mode
         # Tensors of other tests, sparse or fake ones say, may live still.
         found = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
         tensors = [one for one in found if not is_lazy(one)]  # which has no memory yet

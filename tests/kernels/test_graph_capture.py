@@ -120,12 +120,14 @@ def test_memory_is_given_up_when_the_replays_have_ended(monkeypatch: pytest.Monk
     reference, waited = weakref.ref(memory), []
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waited.append(is_alive(reference)))
-    with captures.collect() as host_side:
+    device = torch.device("cuda", 1)  # which need not be the current one any more
+    wait = lambda device: waited.append((device, is_alive(reference)))  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "synchronize", wait)
+    with captures.collect(device) as host_side:
         captures.keep(memory)
     del memory
     captures.release(host_side)
-    assert waited == [True]
+    assert waited == [(device, True)]
     assert not is_alive(reference)
 
 
@@ -134,7 +136,9 @@ def test_during_another_capture_nobody_can_wait_so_that_memory_lives_on(
 ) -> None:
     captures, memory = Captures(), torch.zeros(3)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: pytest.fail("a capture forbids it"))
+    monkeypatch.setattr(
+        torch.cuda, "synchronize", lambda device: pytest.fail("a capture forbids it")
+    )
     with captures.collect() as host_side:
         captures.keep(memory)
     reference = weakref.ref(memory)
