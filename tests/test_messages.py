@@ -47,6 +47,7 @@ PAGES = {
     "mistakes/late_sharding.py": "several-gpus.md#what-is-refused",
     "mistakes/lone_scales.py": "several-gpus.md#distributeddataparallel",
     "mistakes/master_inputs.py": "gradients.md#differentiate-by-what-the-optimizer-holds",
+    "mistakes/running_statistics.py": "evaluate.md#running-statistics-in-float16",
     "mistakes/scaler_stages.py": "mistakes.md#a-gradscaler-is-left-in-the-script",
     "mistakes/split_backward.py": "several-gpus.md#what-is-refused",
     "mistakes/strange_optimizers.py": "mistakes.md#an-optimizer-that-initialize-never-got",

@@ -8,7 +8,9 @@ from typing import Any
 from amp_patch.session import session
 from amp_patch.step.overflow_log import NonFinite, Overflow
 
+from . import spoiled_buffers
 from .cause import Cause
+from .spoiled_buffers import SpoiledBuffer
 from .trace import tracer
 
 #: Parameters that a report in words names.
@@ -23,11 +25,12 @@ _NOBODY_LOOKED = (
 class OverflowReport:
     """The last overflow of each loss scaler, and the causes that were traced.
 
-    False where neither is known.
+    False where none of these is known.
 
     Attributes:
         overflows: one for each scaler that had any, in their order.
         causes: each different cause, with how often it was found; only with ``trace_overflow``.
+        buffers: those that a forward has made inf or NaN; only with ``trace_overflow``.
         looked: whether somebody has looked at all gradients. At a loss scale of 1 no step is
             skipped, and only ``trace_overflow`` looks at them.
     """
@@ -37,20 +40,23 @@ class OverflowReport:
         overflows: Sequence[Overflow],
         causes: Sequence[tuple[Cause, int]] = (),
         looked: bool = True,
+        buffers: Sequence[SpoiledBuffer] = (),
     ) -> None:
         self.overflows = list(overflows)
         self.causes = list(causes)
         self.looked = looked
+        self.buffers = list(buffers)
 
     def __bool__(self) -> bool:
-        return bool(self.overflows or self.causes)
+        return bool(self.overflows or self.causes or self.buffers)
 
     def __str__(self) -> str:
         if not self:
             return _ALL_FINITE if self.looked else _NOBODY_LOOKED
         parts = ["\n".join(_lines(one)) for one in self.overflows]
         traced = [f"Traced {_times(count)}: {cause}" for cause, count in self.causes]
-        return "\n\n".join(["\n".join(parts), *traced] if parts else traced)
+        buffers = "\n".join(spoiled_buffers.lines([one.to_json() for one in self.buffers]))
+        return "\n\n".join(filter(None, ["\n".join(parts), *traced, buffers]))
 
     def to_json(self) -> dict[str, Any]:
         """Return all of it as what JSON can hold."""
@@ -63,6 +69,7 @@ class OverflowReport:
                 for one in self.overflows
             ],
             "causes": [{**cause.to_json(), "count": count} for cause, count in self.causes],
+            "buffers": [one.to_json() for one in self.buffers],
         }
 
 
@@ -71,7 +78,7 @@ def overflow_report() -> OverflowReport:
 
     Which parameters' gradients were not finite, with the number of inf and NaN in each; at what
     loss scale, in which step. With ``amp.initialize(..., trace_overflow=True)`` also what module
-    and operator caused it.
+    and operator caused it, and which buffers a forward has made inf or NaN.
 
     A GPU that skips steps by itself tells the host about one step later; this call waits for it.
     Call it before ``optimizer.zero_grad()``: gradients that are gone cannot be counted any more.
@@ -87,6 +94,7 @@ def overflow_report() -> OverflowReport:
         session.passes.overflows.last(),
         list(tracer.causes.values()),
         looked=tracer.is_on or not any(one.is_one for one in session.scalers),
+        buffers=tracer.buffers.found(),
     )
 
 

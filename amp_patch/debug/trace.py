@@ -40,6 +40,7 @@ from .ranges import largest_of
 from .recorded_calls import Call, RecordedCalls
 from .rerun import Rerun, from_outside, leaving_no_trace
 from .search import UNSEEN, Search, hidden
+from .spoiled_buffers import SpoiledBuffers
 from .watch import Counts, near_limits
 
 logger = logging.getLogger(__name__)
@@ -85,6 +86,7 @@ class Tracer(StepObserver):
     Attributes:
         causes: each different one, with how often it was found.
         overflows: how many there were.
+        buffers: of the models that are traced.
         is_looking: True while calls are run again.
         recorded: the models' calls since the last step, which can be run again.
         passes: of each scaled loss since then its number, its scale and what looks at its graph.
@@ -101,6 +103,7 @@ class Tracer(StepObserver):
     def _clear(self) -> None:
         self.causes: dict[Hashable, tuple[Cause, int]] = {}
         self.overflows = 0
+        self.buffers = SpoiledBuffers()
         self.passes: list[tuple[int, float, LossWatch]] = []
         self._looked_at = 0  # the number of the last pass whose cause was searched
         self._handles: list[Any] = []
@@ -136,6 +139,7 @@ class Tracer(StepObserver):
     def prepared(self, models: Sequence[nn.Module]) -> None:
         """See `StepObserver`."""
         session.call_at_deactivate(self.stop)
+        self.buffers.follow(models)
         for model in self._models.new(models):
             self._models.add(model)
             for module in model.modules():  # a script may call `model.encoder(x)` by itself

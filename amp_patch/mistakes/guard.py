@@ -39,6 +39,7 @@ from . import (
     lost_scales,
     master_hooks,
     master_inputs,
+    running_statistics,
     split_backward,
 )
 from .backwards import Backwards
@@ -49,6 +50,7 @@ from .late_modules import LateModules
 from .lone_scales import ScaleUsers
 from .plain_averages import PlainAverages
 from .rounded_targets import RoundedTargets
+from .running_statistics import RunningStatistics
 from .split_averages import SplitAverages
 from .strange_optimizers import refuse_flat, warn_of_strangers
 from .unprepared import UnpreparedParams
@@ -101,7 +103,8 @@ class Guard:
             self.unsynced.averaged_among,
         )
         self._late_modules = LateModules()
-        self._follows_halves = self._explains = False
+        self._statistics = RunningStatistics()
+        self._follows_halves = self._follows_statistics = self._explains = False
         self._wrappers: list[nn.Module] = []
 
     def replacements(
@@ -216,6 +219,9 @@ class Guard:
                 **master_hooks.replacements(param_of),
             }
             torch_sites.replace(patches, {**averages.OF_HALVES, **of_masters})
+        if not self._follows_statistics and any(map(running_statistics.holds_any, halves)):
+            self._follows_statistics = True
+            torch_sites.replace(patches, self._statistics.replacements())
         if (halves or casting) and not self._explains:
             self._explains = True
             hook = explaining(sys.excepthook, self._models.levels)

@@ -10,6 +10,8 @@ from typing import Any
 
 import click
 
+from amp_patch.debug import spoiled_buffers
+
 from . import options
 from .observed import observe
 
@@ -91,9 +93,30 @@ def report(found: dict[str, Any], script: Sequence[str]) -> str:
         found: as `diagnose_child` writes it.
         script: the words that start it.
     """
-    steps, overflows, overflowed = found["steps"], found["overflows"], found["overflowed_steps"]
     told = {_title(cause) for cause in found["causes"]}
     hidden = [cause for cause in found["hidden"] if _title(cause) not in told]
+    overflows = found["overflows"]
+    lines = _head(found, hidden)
+    for cause in found["causes"]:
+        step = f"{'first ' if cause['count'] > 1 else ''}in step {cause['first_step']}"
+        lines += ["", f"{cause['count']} of {overflows}, {step}: {cause['text']}"]
+    if found["buffers"]:
+        lines += ["", *spoiled_buffers.lines(found["buffers"])]
+    if hidden:
+        lines += ["", _HIDDEN, *(cause["text"] for cause in hidden)]
+    lines += _rules([*found["causes"], *hidden, *found["buffers"]], script)
+    lines += _infinite_state(found["infinite_state"])
+    lines += _near_limits(found["near_limits"], found["near_limits_of_loss"])
+    if found["flushed_at"] is not None and not any(map(_lowers_the_scale, found["causes"])):
+        lines += ["", _FLUSHED.format(scale=found["flushed_at"])]
+    if any(one["beyond"] for one in found["near_limits"].values()) and not overflows + len(hidden):
+        lines += ["", _ALSO_IN_FP32]
+    return "\n".join(lines)
+
+
+def _head(found: dict[str, Any], hidden: Sequence[dict[str, Any]]) -> list[str]:
+    """Return how many steps overflowed, and were skipped beside."""
+    steps, overflows, overflowed = found["steps"], found["overflows"], found["overflowed_steps"]
     if overflows:
         passes = f", in {overflows} backward passes" if overflows != overflowed else ""
         lines = [f"{overflowed} of {steps} steps overflowed{passes}."]
@@ -104,22 +127,7 @@ def report(found: dict[str, Any], script: Sequence[str]) -> str:
         lines[0] += _ENDED
     if uncleared := found["uncleared_steps"]:
         lines.append(_UNCLEARED.format(uncleared, "was" if uncleared == 1 else "were"))
-    for cause in found["causes"]:
-        step = f"{'first ' if cause['count'] > 1 else ''}in step {cause['first_step']}"
-        lines += ["", f"{cause['count']} of {overflows}, {step}: {cause['text']}"]
-    if hidden:
-        lines += ["", _HIDDEN, *(cause["text"] for cause in hidden)]
-    lines += _rules(
-        {one: how for cause in [*found["causes"], *hidden] for one, how in cause["rule"].items()},
-        script,
-    )
-    lines += _infinite_state(found["infinite_state"])
-    lines += _near_limits(found["near_limits"], found["near_limits_of_loss"])
-    if found["flushed_at"] is not None and not any(map(_lowers_the_scale, found["causes"])):
-        lines += ["", _FLUSHED.format(scale=found["flushed_at"])]
-    if any(one["beyond"] for one in found["near_limits"].values()) and not overflows + len(hidden):
-        lines += ["", _ALSO_IN_FP32]
-    return "\n".join(lines)
+    return lines
 
 
 def _is_loss_scale(cause: dict[str, Any]) -> bool:
@@ -137,8 +145,9 @@ def _title(cause: dict[str, Any]) -> str:
     return str(cause["text"]).partition("\n")[0]
 
 
-def _rules(rules: dict[str, str], script: Sequence[str]) -> list[str]:
+def _rules(found: Sequence[dict[str, Any]], script: Sequence[str]) -> list[str]:
     """Return a rules file that mends what was found, and the command that uses it."""
+    rules = {module: how for one in found for module, how in one["rule"].items()}
     if not rules:
         return []
     own = script[0] == "-m" or Path(script[0]).is_file()

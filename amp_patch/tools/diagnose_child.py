@@ -43,6 +43,7 @@ class DiagnoseRecorder(StepObserver):
         self._of_loss: dict[str, Any] | None = None
         self._hidden: dict[Hashable, dict[str, Any]] = {}
         self._infinite_state: Counter[str] = Counter()
+        self._buffers: dict[Hashable, dict[str, Any]] = {}
         self._flushed_at: float | None = None
         self._has_ended = False
         self.limit = StepLimit(steps, self._survey)
@@ -83,6 +84,7 @@ class DiagnoseRecorder(StepObserver):
 
     def _survey(self) -> None:
         """Count what was near the limits in the last step of each optimizer."""
+        self._buffers |= {one[:3]: one.to_json() for one in tracer.buffers.found()}
         last, self._last = self._last, {}
         for optimizer, one in last.items():
             # Whatever ended the script (an interrupted forward, a device that failed) may keep its
@@ -115,7 +117,7 @@ class DiagnoseRecorder(StepObserver):
         found |= {"overflows": self._overflows, "causes": self._causes}
         found |= {"near_limits": self._near_limits, "hidden": list(self._hidden.values())}
         found |= {"infinite_state": self._infinite_state, "flushed_at": self._flushed_at}
-        found |= {"near_limits_of_loss": self._of_loss}
+        found |= {"near_limits_of_loss": self._of_loss, "buffers": list(self._buffers.values())}
         self._lines.write(found)
 
 

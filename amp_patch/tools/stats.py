@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from amp_patch.debug import op_table
+from amp_patch.debug import op_table, spoiled_buffers
 
 from . import options
 from .observed import observe
@@ -42,6 +42,8 @@ def command(
     observed = observe(tool, script, {"steps": steps or 0}, opt_level)
     found = observed.first()
     show(found)
+    if found["buffers"]:
+        click.echo("\n".join(["", *spoiled_buffers.lines(found["buffers"])]))
     if len(observed.found) > 1:
         count = len(observed.found)
         click.echo(f"These are of the first of {count} processes that trained.", err=True)

@@ -124,7 +124,7 @@ def line(module: str, within: int, out: float, came: float = 1.0, step: int = 0,
 def record(*calls, gradients=(), nonfinite=(), skipped=()):
     return {"calls": list(calls), "gradients": list(gradients), "nonfinite": list(nonfinite),
             "skipped": list(skipped), "functions": {}, "steps": 1, "overflows": [],
-            "ranks": 1, "alike": True}  # fmt: skip
+            "buffers": [], "ranks": 1, "alike": True}  # fmt: skip
 
 
 def test_the_culprit_stands_above_those_who_hand_its_error_on() -> None:
@@ -226,6 +226,22 @@ def test_overflows_of_the_backward_are_told_and_those_of_the_forward_only_once()
     assert "Net: `a` loss: of the loss scale 65536 alone, 1024 fits.\n" in text
     content = report.as_json([found], 1, 0, {})
     assert content["levels"]["O1"]["overflows"] == level["overflows"]
+
+
+def spoiled(module: str) -> dict[str, object]:
+    return {"module": module, "name": "running_var", "title": f"running_var of `{module}`",
+            "advice": "Take O5."}  # fmt: skip
+
+
+def test_buffers_that_only_the_level_makes_infinite_are_told() -> None:
+    level, other, reference = record(), record(), record()
+    level["buffers"], other["buffers"] = [spoiled("a"), spoiled("b")], [spoiled("a"), spoiled("c")]
+    reference["buffers"] = [spoiled("b")]
+    found = compare("O3", runs.together([level, other]), reference, None)
+    text = "\n".join(report.lines(found, 1, 80))
+    assert "  running_var of `a`\n  running_var of `c`\n  mend: Take O5.\n" in text
+    content = report.as_json([found], 1, 0, {})
+    assert content["levels"]["O3"]["buffers"] == [spoiled("a"), spoiled("c")]
 
 
 def test_of_several_ranks_the_first_is_compared_and_overflows_are_of_all() -> None:

@@ -37,10 +37,10 @@ SCRIPT = """
 FOUND = {
     "diagnose": {"steps": 7, "overflowed_steps": 3, "overflows": 3, "causes": []}
     | {"near_limits": {}, "hidden": [], "was_ended": False, "infinite_state": {}}
-    | {"flushed_at": None, "uncleared_steps": 0, "near_limits_of_loss": None},
+    | {"flushed_at": None, "uncleared_steps": 0, "near_limits_of_loss": None, "buffers": []},
     "stats": {"calls": [{"phase": "step", "operator": "add", "dtype": "float32", "calls": 42}],
               "casts": [], "bulk_casts": 0, "casts_avoided": 0, "cache_hits": 0,
-              "half_weights": 0},
+              "half_weights": 0, "buffers": []},
     "compare": {},
     "tune": {},
 }  # fmt: skip

@@ -274,7 +274,7 @@ def a_report(**found: Any) -> dict[str, Any]:
     nothing = {"steps": 4, "overflowed_steps": 0, "overflows": 0, "causes": []}
     nothing |= {"was_ended": False, "uncleared_steps": 0}
     empty = {"near_limits": {}, "hidden": [], "infinite_state": {}, "flushed_at": None}
-    empty |= {"near_limits_of_loss": None}
+    empty |= {"near_limits_of_loss": None, "buffers": []}
     return {**nothing, **empty, **found}
 
 
@@ -346,6 +346,38 @@ def test_squares_of_gradients_that_half_cannot_hold_are_told(level: str) -> None
         level == "O3"
     )
     assert ("Take O2 or O5" in result.output) is (level == "O3")
+
+
+STATISTICS = """
+    import torch
+    from amp_patch import amp
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8))
+    model[0].weight.data.mul_(1e3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    amp.initialize(model, optimizer, opt_level="O3")
+    for step in range(3):
+        with amp.scale_loss(model(torch.randn(16, 4)).float().mean(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    {end}
+"""
+
+
+@pytest.mark.parametrize("end", ["", "amp.deactivate()"])
+@pytest.mark.parametrize(
+    ("name", "file"), [("diagnose", "found/diagnose.json"), ("stats", "found.json")]
+)
+def test_running_statistics_that_half_cannot_hold_are_told(name: str, file: str, end: str) -> None:
+    Path("train.py").write_text(textwrap.dedent(STATISTICS.format(end=end)))
+    out = ["--out", "found"] if name == "diagnose" else ["--json", file]
+    result = CliRunner().invoke(main, [name, *out, "--steps", "9", "--", "train.py"])
+    told = "running_var of `1` (BatchNorm1d) holds inf, in float16"
+    assert f"\n  {told}\n  mend: Float16 holds no number above 65504" in result.output
+    (found,) = json.loads(Path(file).read_text())["buffers"]
+    assert (found["title"], found["rule"]) == (told, {"1": "float"})
+    assert ('"1" = "float"' in result.output) is (name == "diagnose")
 
 
 LOST = "above are 0 in float16"

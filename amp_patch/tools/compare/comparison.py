@@ -78,6 +78,7 @@ class Comparison:
         nonfinite: ``[module, function]`` that made inf or NaN at the level only, the first first.
         functions: module -> function -> ``[calls, elements]`` at the level.
         overflows: the different causes of its overflows, as `recorder` notes them.
+        buffers: that are inf or NaN at the level only, as `SpoiledBuffer.to_json` has them.
     """
 
     level: str
@@ -87,6 +88,7 @@ class Comparison:
     nonfinite: Sequence[Sequence[str]]
     functions: Mapping[str, Mapping[str, Sequence[int]]]
     overflows: Sequence[Mapping[str, Any]] = ()
+    buffers: Sequence[dict[str, Any]] = ()
 
     def worst(self) -> list[ModuleError]:
         """Return one call of each module, its worst, in the same order."""
@@ -113,6 +115,7 @@ def compare(level: str, record: Record, reference: Record, again: Record | None)
         noise = {(e.parameter, e.at_step): e.error for e in _gradients(again, reference, [])}
         gradients = [replace(e, noise=noise.get((e.parameter, e.at_step), 0.0)) for e in gradients]
     known = {tuple(one) for one in reference["nonfinite"]}
+    spoiled = {(one["module"], one["name"]) for one in reference["buffers"]}
     return Comparison(
         level,
         sorted(modules, key=_badness, reverse=True),
@@ -121,6 +124,7 @@ def compare(level: str, record: Record, reference: Record, again: Record | None)
         [list(one) for one in record["nonfinite"] if tuple(one) not in known],
         record["functions"],
         record["overflows"],
+        [one for one in record["buffers"] if (one["module"], one["name"]) not in spoiled],
     )
 
 

@@ -6,7 +6,7 @@ Knows the script's training and the file that is written; nothing of what it is 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -87,6 +87,8 @@ class Recorder(StepObserver):
         self._gradients: list[dict[str, Any]] = []
         self._skipped: list[list[int]] = []
         self._overflows: list[dict[str, Any]] = []
+        self._buffers: dict[Hashable, dict[str, Any]] = {}
+        self._models: Sequence[nn.Module] = ()  # a script's function ends before the process
         self._functions = FunctionWatch(self._place)
         self._end = ScriptEnd()
 
@@ -94,8 +96,13 @@ class Recorder(StepObserver):
         """Have the cause of each overflow found, for functions are not heard of in backward."""
         self._numbers.update(self._session.models.numbers.values())
         tracer.start(models)
+        self._models = models or self._models
         self._session.call_at_deactivate(self._note_causes)
         at_end(self.save)  # of the process that trains, which may be a fork
+
+    def leaving(self) -> None:
+        """Note buffers while they are as the level has them."""
+        self._buffers |= {one[:3]: one.to_json() for one in tracer.buffers.found()}
 
     def begin(self) -> None:
         """Listen, until the process ends."""
@@ -143,6 +150,7 @@ class Recorder(StepObserver):
         if not self._calls or self._folder is None or self._has_saved:
             return
         self._has_saved = True
+        self.leaving()
         self._note_causes()
         several = self._are_several()
         for line in self._calls:
@@ -156,6 +164,7 @@ class Recorder(StepObserver):
                 "functions": self._functions.table(several),
                 "nonfinite": self._functions.left_the_range(several),
                 "steps": self._step,
+                "buffers": list(self._buffers.values()),
             },
             self._folder / f"record-rank{rank()}.pt",
         )

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from amp_patch import __version__
+from amp_patch.debug import spoiled_buffers
 
 from .comparison import Comparison, GradientError, ModuleError
 from .samples import SAMPLE
@@ -30,6 +31,7 @@ def lines(comparison: Comparison, steps: int, width: int) -> Iterator[str]:
     for module, function in comparison.nonfinite[:3]:
         yield f"{_shown(module)}: {function} makes inf or NaN of finite values."
     yield from map(_overflow, _beside(comparison)[:3])
+    yield from spoiled_buffers.lines(comparison.buffers)
     yield ""
     yield from _table(
         ("module", "step.call", "error", "came with", "x"),
@@ -101,6 +103,7 @@ def _level(comparison: Comparison) -> dict[str, Any]:
             {"module": module, "function": function} for module, function in comparison.nonfinite
         ],
         "overflows": [dict(one) for one in comparison.overflows],
+        "buffers": [dict(one) for one in comparison.buffers],
         "notes": list(comparison.notes),
     }
 

@@ -87,7 +87,7 @@ def together(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
         The record; ``ranks``: how many there are; ``alike``: whether all skipped the same steps.
     """
     first = dict(records[0])
-    for name in ("nonfinite", "overflows"):
+    for name in ("nonfinite", "overflows", "buffers"):
         every = [one for record in records for one in record[name]]
         first[name] = [one for index, one in enumerate(every) if one not in every[:index]]
     seen = {(one["step"], one["parameter"]) for one in first["gradients"] if "overflow" in one}
