@@ -30,8 +30,8 @@ _OWN_BACKWARD = (
     "float16 (a `.half()`), divides by zero, or what it multiplies by."
 )
 _OWN_CAST = (
-    "The script itself casts to float16 there, where the level would not: leave that out (a "
-    "`.half()`, a region, a rule), or bring the values below 65504 (normalize them, say)."
+    "The script itself {casts} {there}, also where all else is in float32: leave that out (a "
+    "`.half()`, a region, a rule), or bring {below}."
 )
 
 
@@ -106,7 +106,7 @@ def _on_what_is_left(cause: Facts) -> str:
         is_large = cause.operator in EXPONENTIALS and cause.is_inf and not cause.stuck_at
         return _on_exponential(cause.operator) if is_large else _NOTHING_HELPS
     if cause.mended_by == "script":
-        return _OWN_CAST
+        return _on_own_cast(cause)
     if cause.off_at is not None:
         return (
             f"{_in_float32(cause)} A loss scale of {cause.off_at:g} is no overflow, but half "
@@ -116,6 +116,15 @@ def _on_what_is_left(cause: Facts) -> str:
         return _in_float32(cause)
     of_digits = cause.half == "bfloat16" or cause.is_of_digits
     return (_on_rounding if of_digits else _on_range)(cause)
+
+
+def _on_own_cast(cause: Facts) -> str:
+    casts, below = "casts to float16", "the values below 65504 (normalize them, say)"
+    if cause.where == "backward":
+        casts = "has cast to float16 what is cast back"
+        below = "the gradients below 65504 (a mean where the loss is a sum, say)"
+    there = f"at {cause.cast_at}" if cause.cast_at else "there"
+    return _OWN_CAST.format(casts=casts, there=there, below=below)
 
 
 def _on_range(cause: Facts) -> str:

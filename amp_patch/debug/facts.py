@@ -77,6 +77,7 @@ class Facts:
             well, as a rules file names them.
         stuck_at: the later call, as a rules file names its model, that cannot hold what the module
             returns in fp32; "" for none, and "the model" for the only one.
+        cast_at: another line than that, at which the script itself casts to half; "" for none.
         off_at: of a backward, the loss scale at which it overflows nowhere, where half rounds its
             gradients far off; None elsewhere.
     """
@@ -115,6 +116,7 @@ class Facts:
     stays: bool = False
     also_later: tuple[str, ...] = ()
     stuck_at: str = ""
+    cast_at: str = ""
     off_at: float | None = None
 
     @property

@@ -35,10 +35,12 @@ class Stuck(NamedTuple):
     Attributes:
         model: that was called.
         by: what is to blame, see `facts.Mend`.
+        line: of the cast by which the script itself is.
     """
 
     model: nn.Module
     by: Mend | None
+    line: tuple[str, int] | None
 
 
 class LaterCalls:
@@ -95,7 +97,7 @@ class LaterCalls:
             return
         mended = mend(given, left, None)
         if mended.by not in ("module", "model"):
-            self.stuck = Stuck(model, mended.by)
+            self.stuck = Stuck(model, mended.by, mended.line)
             return
         self.needed += [(model, path) for path in self._put_in_float(given, left, mended)]
         self._run(given, recorded)

@@ -30,6 +30,7 @@ class Mended(NamedTuple):
         by_rule: whether a rule of the operator's function does, too.
         around: the path of the module around the origin's that must be in its place; "" for none.
         stays: whether what the module returns must stay in fp32, as by a rule for it.
+        line: of the cast by which the script itself is to blame.
     """
 
     by: Mend | None
@@ -37,6 +38,7 @@ class Mended(NamedTuple):
     by_rule: bool = False
     around: str = ""
     stays: bool = False
+    line: tuple[str, int] | None = None
 
     def paths(self, origin: Origin) -> tuple[str, ...]:
         """Return the paths of the modules in fp32, in the called model, where some mend it."""
@@ -74,15 +76,17 @@ def _mend_by_more(call: Call, module: str, grads: Mapping[int, Tensor] | None) -
     if _left(call, [model.get_submodule(module)], grads, stays=True) is None:
         return Mended("module", stays=True)
     left = _left(call, [model], grads)
-    return Mended("model" if left is None else _not_by_float32(left))
+    return Mended("model") if left is None else _not_by_float32(left)
 
 
-def _not_by_float32(left: Origin) -> Mend:
+def _not_by_float32(left: Origin) -> Mended:
     """Return what is to blame for what is left where all of the model computes in fp32."""
     if left.place.operator != "cast":
-        return "nothing"
-    # The level casts what the model is given, and returns, in no line of the model's.
-    return "script" if left.source == "forward" and left.place.line is not None else "level"
+        return Mended("nothing")
+    # The level casts what the model is given, and returns, in no line of the model's; and weights
+    # that it stores in half, wherever they are used.
+    is_level = left.place.line is None or left.is_of_weight
+    return Mended("level") if is_level else Mended("script", line=left.place.line)
 
 
 def _rule_mends(call: Call, function: str, grads: Mapping[int, Tensor] | None) -> bool:

@@ -89,7 +89,9 @@ class Search:
         later = LaterCalls(call, origin, mended, itertools.islice(after, 1, None))
         if later.stuck is not None:
             at = named(later.stuck.model) or "the model"
-            return replace(found, mended_by=later.stuck.by, by_rule=False, stuck_at=at)
+            line = shown_line(later.stuck.line)
+            stuck = replace(found, mended_by=later.stuck.by, by_rule=False, stuck_at=at)
+            return replace(stuck, cast_at=line if line != found.line else "")
         needed = tuple(named(model, path) for model, path in later.needed)
         found = replace(found, also_later=needed, by_rule=found.by_rule and not needed)
         if later.untried is None:
@@ -351,6 +353,7 @@ def _in_model(
         by_rule=mended.by_rule,
         around=joined(called, mended.around) if mended.around else "",
         stays=mended.stays,
+        cast_at=shown_line(mended.line) if mended.line != origin.place.line else "",
         result=origin.result,
         operands=origin.operands,
         inputs=origin.inputs,

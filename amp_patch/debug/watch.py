@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from amp_patch.casting.mode import HALVES
 from amp_patch.running_backward import is_in_backward
 
 from .places import Place, Places, makes_gradients
@@ -66,6 +67,8 @@ class Origin:
         operands: the ranges of what it was called with.
         inputs: the ranges of what its module was called with; none in backward.
         weights: the ranges of the module's own parameters.
+        is_of_weight: whether it is a gradient of a weight that is stored in half, or of the cast of
+            one.
         unless_meant: of a mask that was there before the run, the source that it else is.
     """
 
@@ -75,6 +78,7 @@ class Origin:
     operands: tuple[Range, ...] = ()
     inputs: tuple[Range, ...] = ()
     weights: tuple[Range, ...] = ()
+    is_of_weight: bool = False
     unless_meant: Source | None = None
 
     @property
@@ -303,6 +307,7 @@ class Watch(TorchDispatchMode):
             operands,
             ranges_of((f"input {n}", one) for n, one in enumerate(given)),
             weights_of(module),
+            source == "backward" and _is_of_half_weight(torch._C._current_autograd_node()),
         )
 
     def _count(self, place: Place, output: Tensor, is_view: bool) -> None:
@@ -337,6 +342,14 @@ class Watch(TorchDispatchMode):
             largest = given.detach().abs().amax().item()
             if math.isfinite(largest):
                 self._watched.peak = max(self._watched.peak, largest)
+
+
+def _is_of_half_weight(node: Any) -> bool:
+    """Return whether all that a node's gradient becomes is that of one leaf in half: a weight's."""
+    while node is not None and len(node.next_functions) == 1:
+        ((node, _),) = node.next_functions
+    leaf = getattr(node, "variable", None)  # of the nodes where a graph ends
+    return leaf is not None and leaf.dtype in HALVES
 
 
 def weights_of(module: nn.Module | None) -> tuple[Range, ...]:

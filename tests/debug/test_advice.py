@@ -247,6 +247,68 @@ class OwnCast(nn.Module):
         return ((x + 1.0).float() * 1e6).half().to(x.dtype)
 
 
+class OwnCastBackward(nn.Module):
+    """Casts to float16 by itself numbers that are 0, and whose gradients it does not hold."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        half = (x * 0.0).float().half()
+        steep = half.float() * 1e7
+        return x + (steep - steep.detach()).to(x.dtype)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+def test_a_cast_of_the_scripts_own_is_blamed_for_its_backward(amp, level: str) -> None:
+    model, optimizer = prepared(amp, around(OwnCastBackward()), level)
+    train(amp, model, optimizer, lambda outputs: outputs.float().sum())
+    cause = the_cause(amp)
+    assert (cause.where, cause.operator, cause.mended_by) == ("backward", "cast", "script")
+    assert "half.float()" in cause.line
+    assert "script itself has cast to float16 what is cast back there" in cause.advice()
+    assert "gradients below 65504" in cause.advice()
+    assert not any(one in cause.advice() for one in ("O1", "O2", "O4", "O5", "float_region"))
+    assert cause.rule == {}
+
+
+class Steep(nn.Module):
+    """Hands large gradients to its weights, by a view of one too."""
+
+    def __init__(self, is_view: bool) -> None:
+        super().__init__()
+        self.proj, self.is_view = nn.Linear(WIDTH, WIDTH), is_view
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x @ self.proj.weight.t() if self.is_view else self.proj(x)
+        return x + (y * 0.0).to(x.dtype) + ((y - y.detach()).float() * 1e7).to(x.dtype)
+
+
+@pytest.mark.parametrize("is_view", [False, True])
+def test_half_weights_are_the_levels_cast_and_not_the_scripts(amp, is_view: bool) -> None:
+    model, optimizer = prepared(amp, around(Steep(is_view)), "O2")
+    train(amp, model, optimizer, lambda outputs: outputs.float().sum())
+    cause = the_cause(amp)
+    assert (cause.where, cause.mended_by) == ("backward", "level")
+    assert "O5: bfloat16 has the range" in cause.advice()
+
+
+class CastAfterProduct(OwnCast):
+    """Squares in the level's half what it casts to float16 in another line."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        large = (x * 0.0 + 300.0) @ (x * 0.0 + 300.0).T
+        return x + large.half().float().sum().to(x.dtype) * 0.0
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_the_line_of_the_cast_is_told_where_it_is_another(amp, level: str) -> None:
+    model, optimizer = prepared(amp, around(CastAfterProduct()), level)
+    train(amp, model, optimizer)
+    cause = the_cause(amp)
+    assert (cause.operator, cause.mended_by) == ("matmul", "script")
+    assert "@" in cause.line
+    assert "large.half()" in cause.cast_at
+    assert f"casts to float16 at {cause.cast_at}, also" in cause.advice()
+
+
 class OwnHalf(nn.Module):
     """Computes in float16 by itself, whatever the level."""
 
