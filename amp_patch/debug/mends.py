@@ -177,10 +177,20 @@ def _params_up_to(model: nn.Module, module: str) -> Iterator[Tensor]:
         yield from modules[path].parameters(recurse=False)
 
 
-def of_later_backward(call: Call) -> str:
+_UNTRIED = (
+    "Its backward was not tried, for its gradients are not known: of 1 they do not fit in the half "
+    "weights. If steps are skipped with it as well, take O5 next."
+)
+
+
+def of_later_backward(call: Call, was_tried: bool) -> str:
     """Return what is to be said of a backward that fp32 does not mend, as it does the forward.
 
-    "" for nothing. The gradients of the forward's outputs were not finite: each is taken for 1.
+    "" for nothing. Each gradient of the forward's outputs is taken for 1.
+
+    Args:
+        call: that overflowed in its forward.
+        was_tried: whether the backward is finite with the gradients that the loss has had.
     """
     model = call.model()
     assert model is not None
@@ -189,9 +199,10 @@ def of_later_backward(call: Call) -> str:
         return ""
     grads = {index: torch.ones_like(output) for index, output in enumerate(one.outputs)}
     left = one.backward(grads)
-    # What half weights cannot hold, of gradients that are not these, tells nothing.
-    if left is None or left.result.dtype != "float32":
+    if left is None:
         return ""
+    if left.result.dtype != "float32":  # of gradients that are not these it is a guess
+        return _UNTRIED if left.is_of_weight and not was_tried else ""
     return (
         f"That mends the forward alone: the backward of `{left.place.operator}` is "
         f"{' and '.join(left.result.kinds)} in float32, too, as of a square root at 0."

@@ -29,6 +29,11 @@ from .watch import Origin
 
 UNSEEN = "One that is compiled, or inside of torch.func, is not: trace without."
 
+_FORWARD_ALONE = (
+    "In float32 the forward is finite, and float16 cannot hold the gradients that this loss has of "
+    "it, even at a loss scale of 1."
+)
+
 
 class Search:
     """The search in one backward pass.
@@ -74,14 +79,29 @@ class Search:
         return None
 
     def _in_forward(self, one: Rerun, call: Call, origin: Origin) -> Cause:
-        found = self._with_later_calls(one, call, origin)
+        mended = mend(call, origin, None)
+        grads = self._felt_by(call)
+        again = mend(call, origin, grads) if grads and mended.by in ("module", "model") else mended
+        found = self._with_later_calls(
+            one, call, origin, mended if again.by == "nothing" else again
+        )
+        if again.by != mended.by and again.by in ("level", "script"):
+            return _noted(found, _FORWARD_ALONE)
         if found.mended_by not in ("module", "model"):
             return found
-        return _noted(found, of_later_backward(call))
+        return _noted(found, of_later_backward(call, was_tried=bool(grads)))
 
-    def _with_later_calls(self, one: Rerun, call: Call, origin: Origin) -> Cause:
+    def _felt_by(self, call: Call) -> dict[int, Tensor]:
+        """Return the gradients of a call's outputs as at a loss scale of 1; {} if not finite.
+
+        Where outputs were inf they may be finite: a loss that clamps, say.
+        """
+        grads = from_outside(call, call.grads.get(self._number, {}))
+        found = {index: grad.float() / self._scale for index, grad in grads.items()}
+        return {} if kinds_in(found.values()) else found
+
+    def _with_later_calls(self, one: Rerun, call: Call, origin: Origin, mended: Mended) -> Cause:
         """Return the cause in a forward, its mend tried out through the calls given its result."""
-        mended = mend(call, origin, None)
         found = _in_model(one, origin, self._scale, mended)
         if mended.by not in ("module", "model"):
             return found
@@ -219,7 +239,7 @@ class Search:
                     raise
                 continue
             if origin is not None:
-                cause = self._with_later_calls(one, call, origin)
+                cause = self._with_later_calls(one, call, origin, mend(call, origin, None))
                 return replace(cause, note=f"{note} {cause.note}".strip())
         return None
 

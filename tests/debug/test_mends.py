@@ -116,10 +116,39 @@ def test_a_backward_that_float32_does_not_mend_is_told_of_with_the_forward(
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
-def test_gradients_of_1_that_half_weights_do_not_hold_are_no_error(
-    amp: ModuleType, level: str
+@pytest.mark.parametrize("factor", [1e-6, 1.0])
+def test_the_mend_of_a_forward_is_tried_with_the_gradients_of_the_loss(
+    amp: ModuleType, level: str, factor: float
 ) -> None:
+    def loss(outputs: Tensor) -> Tensor:
+        return outputs.float().mean() * factor
+
+    def gradients_at(level: str, rules: dict[str, str]) -> list[Tensor]:
+        torch.manual_seed(0)
+        options = {"loss_scale": 1.0, "rules": {"modules": rules}}
+        model, optimizer = prepared(amp, nn.Sequential(Steep(), nn.Identity()), level, **options)
+        train(amp, model, optimizer, loss)
+        found = [param.grad for param in model.parameters()]
+        amp.deactivate()
+        return found
+
+    fits = all(one.isfinite().all() for one in gradients_at(level, {"0": "float"}))
+    assert fits is (factor < 1.0)
+    assert all(one.isfinite().all() for one in gradients_at("O5", {}))
     model, optimizer = prepared(amp, nn.Sequential(Steep(), nn.Identity()), level)
-    train(amp, model, optimizer, lambda outputs: outputs.float().mean())
-    assert the_cause(amp).rule == {"0": "float"}
-    assert "That mends the forward alone" not in str(amp.overflow_report())
+    train(amp, model, optimizer, loss)
+    cause = the_cause(amp)
+    assert (cause.where, cause.rule) == ("forward", {"0": "float"} if fits else {})
+    assert "That mends the forward alone" not in str(cause)
+    assert ("float16 cannot hold the gradients that this loss has" in str(cause)) is not fits
+    assert ("take O5: bfloat16 has the range" in cause.advice()) is not fits
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_a_backward_that_was_not_tried_is_said_to_be_so(amp: ModuleType, level: str) -> None:
+    model, optimizer = prepared(amp, nn.Sequential(Steep(), nn.Identity()), level)
+    train(amp, model, optimizer)  # of a square: its gradients are inf, too
+    cause = the_cause(amp)
+    assert cause.rule == {"0": "float"}
+    assert "Its backward was not tried" in str(cause)
+    assert "take O5 next" in str(cause)
