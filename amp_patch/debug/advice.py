@@ -42,6 +42,12 @@ def advice_on(cause: Facts) -> str:
         advice = _on_loss_scale(cause)
     else:
         advice = _on_large_loss(cause) if is_large else _ADVICE[cause.where](cause)
+    if cause.is_mended_in_part:
+        names = " and ".join(f"`{one}`" if one else "the model" for one in cause.enough)
+        return (
+            f"In {cause.enough_in} of {cause.steps} steps {names} in float32 is enough. In the "
+            f"others: {_lower(advice)}"
+        )
     if not cause.diverges:
         return advice
     return (

@@ -45,6 +45,7 @@ class Cause(Facts):
             "title": self.title(),
             "advice": self.advice(),
             "rule": self.rule,
+            "is_mended_in_part": self.is_mended_in_part,
         }
 
     def __str__(self) -> str:

@@ -78,6 +78,9 @@ class Facts:
         stuck_at: the later call, as a rules file names its model, that cannot hold what the module
             returns in fp32; "" for none, and "the model" for the only one.
         cast_at: another line than that, at which the script itself casts to half; "" for none.
+        steps: in how many overflows it was found.
+        enough: modules, as a rules file names them, that mend most of these, computed in fp32.
+        enough_in: how many they mend.
         off_at: of a backward, the loss scale at which it overflows nowhere, where half rounds its
             gradients far off; None elsewhere.
     """
@@ -117,6 +120,9 @@ class Facts:
     also_later: tuple[str, ...] = ()
     stuck_at: str = ""
     cast_at: str = ""
+    steps: int = 1
+    enough: tuple[str, ...] = ()
+    enough_in: int = 0
     off_at: float | None = None
 
     @property
@@ -136,11 +142,22 @@ class Facts:
 
     @property
     def rule(self) -> dict[str, str]:
-        """The rule of a module that mends it, for a rules file or ``rules=``; {} for none."""
-        if self.is_loss_scale or self.diverges or self.mended_by not in ("module", "model"):
+        """The rule of a module that mends it, for a rules file or ``rules=``; {} for none.
+
+        Where nothing mends all of its steps, what mends most of them.
+        """
+        if self.is_loss_scale or self.diverges:
             return {}
+        if self.mended_by not in ("module", "model"):
+            return dict.fromkeys(self.enough if self.is_mended_in_part else (), "float")
         modules = (*(self.model_key + module for module in self.in_float), *self.also_later)
         return dict.fromkeys(modules, "float")
+
+    @property
+    def is_mended_in_part(self) -> bool:
+        """Whether modules in fp32 mend at least half of its steps, and not all."""
+        is_part = self.mended_by not in ("module", "model") and bool(self.enough_in)
+        return is_part and not self.diverges and 2 * self.enough_in >= self.steps
 
     @property
     def model_key(self) -> str:

@@ -183,8 +183,9 @@ class Tracer(StepObserver):
         if before is None and len(self.causes) < MOST_CAUSES:
             logger.warning("Gradient overflow: %s", cause)
         if before is not None or len(self.causes) < MOST_CAUSES:
-            known, count = before or (cause, 0)
-            self.causes[cause.key] = (_together(cause, known), count + 1)
+            known, count = before or (None, 0)
+            told = cause if known is None else _together(cause, known)
+            self.causes[cause.key] = (told, count + 1)
 
     def _growth(self) -> float:
         """Return how many times as large as at the first loss a model's largest weight is."""
@@ -293,7 +294,25 @@ _MENDS: Sequence[Mend | None] = (None, "module", "model", "level", "script", "no
 
 
 def _together(cause: Cause, before: Cause) -> Cause:
-    """Return one of two steps' cause: what mends it must mend both."""
+    """Return one cause of a step and of those before: what mends it must mend all of them."""
+    (enough, is_mended), (known, count) = _enough(cause), _enough(before)
+    return replace(
+        _with_more_to_do(cause, before),
+        steps=cause.steps + before.steps,
+        enough=tuple(dict.fromkeys((*known, *enough))),
+        enough_in=is_mended + count,
+    )
+
+
+def _enough(cause: Cause) -> tuple[tuple[str, ...], int]:
+    """Return the modules that mend a cause in fp32, and in how many of its steps they do."""
+    if cause.steps > 1:
+        return cause.enough, cause.enough_in
+    return tuple(cause.rule), int(bool(cause.rule))
+
+
+def _with_more_to_do(cause: Cause, before: Cause) -> Cause:
+    """Return the one of two causes that takes more, with what the other takes beside."""
     also, later = (
         tuple(dict.fromkeys((*one, *other)))
         for one, other in ((before.also, cause.also), (before.also_later, cause.also_later))

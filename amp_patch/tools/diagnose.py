@@ -65,6 +65,7 @@ _UNCLEARED = (
     "{} more {} skipped, for the gradients of a skipped step were not cleared, and every backward "
     "adds to them. Call optimizer.zero_grad() between steps."
 )
+_PARTLY = "in the steps that are said to be mended so, "
 _ALSO_IN_FP32 = (
     "The inf or NaN in a forward is hidden by what follows, and comes up in float32, too: "
     "precision is not to blame."
@@ -150,11 +151,12 @@ def _rules(found: Sequence[dict[str, Any]], script: Sequence[str]) -> list[str]:
     rules = {module: how for one in found for module, how in one["rule"].items()}
     if not rules:
         return []
+    is_part = any(one.get("is_mended_in_part") for one in found)
     own = script[0] == "-m" or Path(script[0]).is_file()
     run = "amp-patch run --rules rules.toml" if own else "AMP_PATCH_RULES=rules.toml"
     return [
         "",
-        "Without a change of the script, by these lines in rules.toml:",
+        f"Without a change of the script, {_PARTLY * is_part}by these lines in rules.toml:",
         "  [modules]",
         *(
             f'  {json.dumps(name, ensure_ascii=False)} = "{how}"'

@@ -115,6 +115,40 @@ def test_a_backward_that_float32_does_not_mend_is_told_of_with_the_forward(
     assert amp.step_was_skipped(optimizer) is (plant is Normalized)
 
 
+class Wide(nn.Module):
+    """Gradients that are 4096 times as large inside as they are outside."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2.0**-12 * 2.0**12
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+@pytest.mark.parametrize("factors", [(1e2, 6e4, 1e2), (6e4, 1e2, 1e2), (6e4, 1e2, 6e4)])
+def test_what_mends_most_steps_is_told_with_its_rule(
+    amp: ModuleType, level: str, factors: tuple[float, ...]
+) -> None:
+    def skips(rules: dict[str, str]) -> list[bool]:
+        torch.manual_seed(0)
+        options = {"loss_scale": 2.0, "rules": {"modules": rules}}
+        net = nn.Sequential(nn.Linear(WIDTH, WIDTH), Wide())
+        model, optimizer = prepared(amp, net, level, **options)
+        found = []
+        for factor in factors:
+            train(amp, model, optimizer, lambda one, f=factor: one.float().sum() * f / 2)
+            found.append(bool(amp.step_was_skipped(optimizer)))
+        return found
+
+    assert skips({}) == [True] * 3
+    cause = the_cause(amp)
+    assert (cause.operator, cause.mended_by, cause.steps) == ("mul", "level", 3)
+    amp.deactivate()
+    mended = skips({"1": "float"}).count(False)
+    assert mended == factors.count(1e2)
+    words = f"In {mended} of 3 steps `1` in float32 is enough. In the others: float16 cannot hold"
+    assert cause.advice().startswith(words) is (mended == 2)
+    assert cause.rule == ({"1": "float"} if mended == 2 else {})
+
+
 @pytest.mark.parametrize("level", ["O2", "O3"])
 @pytest.mark.parametrize("factor", [1e-6, 1.0])
 def test_the_mend_of_a_forward_is_tried_with_the_gradients_of_the_loss(

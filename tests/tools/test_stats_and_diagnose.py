@@ -121,6 +121,13 @@ def test_a_launcher_gets_the_rules_by_the_environment() -> None:
     assert "and AMP_PATCH_RULES=rules.toml torchrun --nproc_per_node 2 train.py" in text
 
 
+@pytest.mark.parametrize("is_part", [True, False])
+def test_rules_that_do_not_mend_each_step_are_said_to_be_so(is_part: bool) -> None:
+    causes = [a_cause(rule={"a": "float"}, is_mended_in_part=is_part)]
+    text = diagnose.report(a_report(overflows=3, overflowed_steps=3, causes=causes), ["train.py"])
+    assert ("script, in the steps that are said to be mended so, by these" in text) is is_part
+
+
 @pytest.mark.parametrize(
     ("found", "told"),
     [
