@@ -91,7 +91,9 @@ class Gradients:
         self.stepped = SteppedGradients(self._used, self._own)
         self._usual = UsualPass(lazy, self._aside, self._received, self._used)
         self._any_pass = AnyPass(lazy, self._aside)
+        # Of the last pass; and of the last one in a block (False), and outside of any (True).
         self._buffers = GradientBuffers(ParamPairs([], []))
+        self._kept_buffers: dict[bool, GradientBuffers] = {}
         self.unused = UnusedWrites(self._received, lazy)
         self.outside = OutsidePasses(self._received, self._used, self._own)
         self.parted = PartedGradients(lazy, self.scaled, self._aside, self._received, self._used)
@@ -171,6 +173,7 @@ class Gradients:
     def forget_buffers(self) -> None:
         """Masters lie in another order: what their gradients are unscaled into is made anew."""
         self._buffers = GradientBuffers(ParamPairs([], []))
+        self._kept_buffers.clear()
 
     def forget(self) -> None:
         """The gradients were cleared or stepped: none is scaled or set aside any more."""
@@ -334,6 +337,19 @@ class Gradients:
             param.grad = None
         self._aside.put_back()
 
+    def _buffers_of(self, pairs: ParamPairs, is_outside: bool) -> GradientBuffers:
+        """Return those of other parameters than the last pass had.
+
+        Blocks, and what is found before them, may take turns, as where a script clears gradients by
+        zeros: half parameters alone have what is found.
+        """
+        kept = self._kept_buffers.get(is_outside)
+        if kept is None or not kept.fits(pairs):
+            if not is_outside:  # there are other parameters: let go of those
+                self._kept_buffers.clear()
+            kept = self._kept_buffers[is_outside] = GradientBuffers(pairs)
+        return kept
+
     def receive(self, pairs: ParamPairs, scale: Scale | None) -> TakenPass:
         """Unscale and check what the backward wrote, and add what was set aside.
 
@@ -352,7 +368,7 @@ class Gradients:
             pairs = pairs.select([grad is not None for grad in grads])
             grads = [grad for grad in grads if grad is not None]
         if not self._buffers.fits(pairs):
-            self._buffers = GradientBuffers(pairs)
+            self._buffers = self._buffers_of(pairs, is_outside=scale is None)
         if self._buffers.is_spread:
             grads = place_gradients(pairs.model, grads)
         check, has_added = self._any_pass.take(self._buffers, Written(pairs, grads, scale))

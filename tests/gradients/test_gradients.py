@@ -16,6 +16,7 @@ from support import scaled_backward
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from amp_patch.gradients.gradient_buffers import GradientBuffers
 from amp_patch.gradients.gradients import Gradients
 from amp_patch.gradients.param_pairs import ParamPairs
 from amp_patch.session import session
@@ -517,3 +518,30 @@ def test_a_gradient_that_fits_no_more_does_not_hide_the_error_of_a_backward() ->
     param.data = torch.zeros(4)
     gradients.put_back(pairs)
     assert param.grad is None
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_script_that_clears_by_zeros_has_its_buffers_kept(
+    amp: ModuleType, monkeypatch: pytest.MonkeyPatch, level: str
+) -> None:
+    """The half parameters' zeros are taken in before each block, and no table is made for them."""
+    model, optimizer = prepared(amp, level)
+    made: list[GradientBuffers] = []
+    make = GradientBuffers.__init__
+
+    def noting(self: GradientBuffers, pairs: ParamPairs) -> None:
+        made.append(self)
+        make(self, pairs)
+
+    monkeypatch.setattr(GradientBuffers, "__init__", noting)
+    for step in range(1, 6):
+        optimizer.zero_grad(set_to_none=False)
+        with amp.scale_loss(model.loss({"a": 1.0, "b": 2.0, "norm": 4.0}), optimizer) as loss:
+            loss.backward()
+        optimizer.step()
+        if step == 3:
+            made.clear()
+    assert made == []
+    assert model.a.tolist() == [-5.0] * 3
+    assert model.b.flatten().tolist() == [-10.0] * 4
+    assert model.norm.weight.tolist() == [1.0 - 20.0] * 2
