@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from amp_patch import amp as core
+
 WORDS = "running statistics in float16 must lie below 65504"
 OPTIONS = [("O3", {}), ("O2", {"keep_batchnorm_fp32": False})]
 
@@ -83,5 +85,5 @@ def test_another_session_says_it_again_and_the_end_puts_the_method_back(amp) -> 
         model = initialized(amp, "O3")
         trained(model)
         assert len(warnings_of(model)) == 1
-        amp.deactivate()
+        core.deactivate()
         assert nn.Module.eval is original
