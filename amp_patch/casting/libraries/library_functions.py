@@ -38,7 +38,7 @@ from amp_patch.patching import (
 )
 from amp_patch.weak_modules import WeakModules
 
-from . import indexed_weights, library_rules
+from . import library_rules
 from .library_casts import Rule, is_for_half, wrap
 
 Pairs = dict[int, tuple[Any, Any]]
@@ -150,7 +150,6 @@ class LibraryFunctions:
         for module, name, wrapper in bindings(self._of_torch, (), users):
             self._patches_for_half.replace(module, name, wrapper)
         self._held.reach(models, users.values())
-        indexed_weights.install(self._patches_for_half, models)
 
     def undo(self) -> None:
         """Restore every function, also where a model or module took it since; the rules stay."""

@@ -27,7 +27,7 @@ from .half_sums import sums_at
 
 #: Of so few lookups in all, and for each row of a small table, even equal gradients add up in
 #: bfloat16 without much loss: 10 and 4 %.
-_FEW, FEW_OF_A_ROW = 256, 64
+_FEW, _FEW_OF_A_ROW = 256, 64
 #: Where ``per_sample_weights`` is among the arguments of ``torch.embedding_bag``, as torch's own
 #: layers and functions call it.
 _FACTORS = 6
@@ -73,13 +73,13 @@ def _loses_in_half(weight: Any, ids: Any) -> bool:
     if not (isinstance(weight, Tensor) and isinstance(ids, Tensor)) or _is_tracing():
         return False
     count = ids.numel()
-    if count <= FEW_OF_A_ROW:  # asked first: what follows takes longer
+    if count <= _FEW_OF_A_ROW:  # asked first: what follows takes longer
         return False
     if not (weight.dtype in HALVES and weight.is_cpu and weight.requires_grad):
         return False
     if not torch.is_grad_enabled() or is_recorded() or forward_ad._current_level >= 0:
         return False
-    return count > min(_FEW, FEW_OF_A_ROW * weight.shape[0])
+    return count > min(_FEW, _FEW_OF_A_ROW * weight.shape[0])
 
 
 def _embedding(
@@ -128,30 +128,15 @@ class _Lookup(Function):
             of_torch = torch.ops.aten.embedding_dense_backward
             given = of_torch(grad, ids, ctx.shape[0], ctx.padding, ctx.by_freq)
             return None, given, None, None, None
-        return None, sums_of_rows(grad, ids, ctx.shape, ctx.padding, ctx.by_freq), None, None, None
-
-
-def sums_of_rows(
-    grad: Tensor, ids: Tensor, shape: torch.Size, padding: int = -1, by_freq: bool = False
-) -> Tensor:
-    """Return what comes back to the rows of a table, in half, each sum rounded once.
-
-    Args:
-        grad: half, of shape (shape of ``ids``, shape of a row).
-        ids: integers of any shape, none below 0.
-        shape: of the table, whose rows are of one dimension or more, or numbers.
-        padding: the row that gets nothing; -1: none.
-        by_freq: divide each sum by how often its row was looked up.
-    """
-    # Of each row that was looked up alone: of all rows the sums would take 4 bytes a number.
-    rows, places = torch.unique(ids.reshape(-1), return_inverse=True)
-    sums = sums_at(grad.reshape(len(places), -1), places, None, 0, len(rows))
-    if by_freq:
-        sums = sums / torch.bincount(places)[:, None]
-    if padding >= 0:
-        sums = sums.masked_fill((rows == padding)[:, None], 0.0)
-    sums = sums.reshape(len(rows), *shape[1:])
-    return grad.new_zeros(shape).index_copy(0, rows.long(), sums)
+        # Of each row that was looked up alone: of all rows the sums would take 4 bytes a number.
+        rows, places = torch.unique(ids.reshape(-1), return_inverse=True)
+        sums = sums_at(grad.reshape(len(places), -1), places, None, 0, len(rows))
+        if ctx.by_freq:
+            sums = sums / torch.bincount(places)[:, None]
+        if ctx.padding >= 0:
+            sums = sums.masked_fill((rows == ctx.padding)[:, None], 0.0)
+        rows_of_all = grad.new_zeros(ctx.shape).index_copy(0, rows.long(), sums)
+        return None, rows_of_all, None, None, None
 
 
 def _embedding_bag(
