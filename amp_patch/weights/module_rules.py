@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from amp_patch.casting.libraries.library_casts import computes_in_float
 from amp_patch.casting.mode import mode
 from amp_patch.casting.regions import FloatRegion, HalfRegion, end_block
 from amp_patch.casting.torch_compile import order_hooks
@@ -123,6 +124,15 @@ def in_float(model: nn.Module, precisions: Mapping[str, str]) -> set[nn.Module]:
     # One module may have two paths.
     paths = model.named_modules(remove_duplicate=False)
     return {module for path, module in paths if _innermost(path, precisions) == "float"}
+
+
+def in_float_by_library(model: nn.Module) -> set[nn.Module]:
+    """Return the modules that compute in fp32 by a rule for a library's class, and what is in them.
+
+    While these rules act: `library_functions` has patched the classes.
+    """
+    modules = [one for one in model.modules() if computes_in_float(type(one))]
+    return {inner for module in modules for inner in module.modules()}
 
 
 def has_frequencies(model: nn.Module, precisions: Mapping[str, str]) -> set[nn.Module]:

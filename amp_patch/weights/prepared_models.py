@@ -152,6 +152,7 @@ class PreparedModels:
             if level.cast_model_type is not None:
                 in_float = module_rules.in_float(model, own.precisions)
                 in_float |= module_rules.has_frequencies(model, own.precisions)
+                in_float |= module_rules.in_float_by_library(model)
                 originals = self._store_as(level.cast_model_type, model, level, stepped, in_float)
                 on_error.callback(self._store.forget, originals)
                 on_error.callback(self._converted.pop, model, None)

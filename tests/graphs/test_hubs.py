@@ -137,3 +137,22 @@ def test_a_long_segment_is_not_cut_off(amp: ModuleType, reduce: str, level: str)
     found = torch.segment_reduce(ones, reduce, lengths=torch.tensor([NODES]))
     assert found.dtype is torch.bfloat16
     assert found.item() == pytest.approx(NODES if reduce == "sum" else 1, rel=0.01)
+
+
+class Typed(nn.Module):
+    """A matrix for each row, by its type, of which the library makes one product."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.layer = conv.TypedLinear(WIDTH, 8, 3, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x, torch.arange(len(x)) % 3)
+
+
+@pytest.mark.parametrize("options", [{}, {"regularizer": "basis", "num_bases": 2}])
+@pytest.mark.parametrize("level", graph_training.LEVELS)
+def test_a_type_of_thousands_of_rows(amp: ModuleType, level: str, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    x = torch.rand(6000, WIDTH) + 0.5
+    graph_training.check_step(amp, Typed(**options), (x,), level)

@@ -194,6 +194,34 @@ def test_a_memory_of_float32_is_written_to(amp: ModuleType, level: str) -> None:
     assert torch.allclose(memory.memory, plain.memory, atol=1e-5)
 
 
+class Scaled(First):
+    """Whose gradient is the same whichever of two equal rows a median is."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__(layer)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, sets: Tensor, x: Tensor) -> Any:
+        return self.layer(x * self.scale, sets)
+
+
+AGGREGATIONS: dict[str, Callable[[], nn.Module]] = {
+    "median": pyg.MedianAggregation,
+    "quantile": lambda: pyg.QuantileAggregation([0.1, 0.999], "nearest"),
+    "equilibrium": lambda: pyg.EquilibriumAggregation(WIDTH, 8, [16], 2),
+}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", AGGREGATIONS)
+def test_thousands_of_rows_are_aggregated(amp: ModuleType, name: str, level: str) -> None:
+    """Numbers of rows above 2048 are no numbers of float16, nor are sums of so many gradients."""
+    x = torch.randn(3000, WIDTH, generator=torch.Generator().manual_seed(0)) + 1
+    sets = (torch.arange(3000) >= 2500).long()
+    torch.manual_seed(0)
+    graph_training.check_step(amp, Scaled(AGGREGATIONS[name]()), (sets, x), level)
+
+
 class Sums(TorchDispatchMode):
     """Notes the dtypes in which values are added up by index."""
 

@@ -455,6 +455,34 @@ def test_frequencies_of_a_part_that_torch_jit_compiled_are_found() -> None:
     assert module_rules.has_frequencies(nn.Sequential(compiled), {}) == {compiled}
 
 
+class Quantile(nn.Module):
+    """Takes rows by numbers that it computes of a buffer, as layers of libraries do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("q", torch.tensor([0.999]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[(self.q * torch.tensor(len(x) - 1)).long()]
+
+
+class Quantiles(Quantile):
+    """Inherits what the library has a rule for."""
+
+
+@pytest.mark.parametrize("level", STORED)
+def test_what_a_library_s_rule_has_in_float32_keeps_its_buffers(amp, level: str) -> None:
+    amp.register_library_function(__name__, "Quantile.forward", casts="stored", in_float="always")
+    model = nn.Sequential(nn.Linear(4, 4), Quantiles())
+    found, x = model[1].q, torch.randn(5001, 4)
+    expected = model(x)
+    amp.initialize(model, opt_level=level, verbosity=0)
+    assert model[1].q.dtype is torch.float32
+    torch.testing.assert_close(model(x), expected, atol=0.03, rtol=0.03)
+    amp.deactivate()
+    assert model[1].q is found
+
+
 @pytest.mark.parametrize("level", STORED)
 def test_buffers_are_in_float32_where_the_innermost_rule_says_float(amp, level: str) -> None:
     shared = Counts()

@@ -10,6 +10,7 @@ import functools
 import inspect
 import sys
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -76,7 +77,15 @@ def wrap(function: Function, rule: Rule) -> Function:
     Raises:
         KeyError: the rule has a word that is none.
     """
-    return WORDS[rule.casts].make(function, PLACES[rule.in_float])
+    wrapper = WORDS[rule.casts].make(function, PLACES[rule.in_float])
+    if rule.casts == "float" or rule == ("stored", "always"):
+        _in_float.add(wrapper)
+    return wrapper
+
+
+def computes_in_float(kind: type) -> bool:
+    """Tell whether a rule has all that the forward of a class computes in float32."""
+    return any(vars(base).get("forward") in _in_float for base in kind.__mro__)
 
 
 def is_for_half(rule: Rule) -> bool:
@@ -175,6 +184,8 @@ def _position_of_out(function: Function) -> int:
     return places[0] if places else sys.maxsize
 
 
+#: Wrappers that have all in float32 that a function computes.
+_in_float: weakref.WeakSet[Function] = weakref.WeakSet()
 #: The first words; `library_rules` says what they mean.
 WORDS: dict[str, Word] = {
     "half": Word(_placed_by(functools.partial(promoted_calls.run_promoted, True)), is_public=True),

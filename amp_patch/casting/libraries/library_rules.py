@@ -88,6 +88,7 @@ REASONS = {
     "outside": "it hands on what layers inside of a model return, to layers that are no part of it",
     "parts": "a function that is made of others in this table",
     "power": "casts of vectors that change in each call take longer than products with them",
+    "rows": "it computes numbers of rows, which half precision rounds to others",
     "sampled": "it refuses two dtypes, and torch has a half kernel for it on no device",
     "spectra": "torch has no half kernel for it, but on a GPU for sizes that are powers of two",
     "squares": "its gradient squares both: below 2e-4 they are 0 in float16, above 256 infinite",
@@ -115,6 +116,10 @@ RULES = {
     },
     "dgl.ops.gather_mm": {
         "gather_mm": ("half", "never", "autocast"),
+    },
+    "dgl.backend.pytorch.sparse": {
+        # which gather_mm above calls of few columns: it takes a matrix for each row
+        "gather_mm": ("half", "cpu", "hubs"),
     },
     "dgl.core": {
         "message_passing": ("stored", "never", "messages"),
@@ -378,9 +383,13 @@ RULES = {
     },
     "torch_geometric.nn.aggr.equilibrium": {
         "*.__call__": ("stored", "never", "layer"),
+        "EquilibriumAggregation.forward": ("stored", "always", "hubs"),
     },
     "torch_geometric.nn.aggr.fused": {
         "FusedAggregation.forward": ("promote", "always", "hubs"),
+    },
+    "torch_geometric.nn.aggr.quantile": {
+        "QuantileAggregation.forward": ("stored", "always", "rows"),
     },
     "torch_geometric.nn.aggr.variance_preserving": {
         "VariancePreservingAggregation.forward": ("promote", "always", "hubs"),
