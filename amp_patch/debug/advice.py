@@ -60,10 +60,13 @@ def advice_on(cause: Facts) -> str:
 def _on_loss_scale(cause: Facts) -> str:
     fits = cause.fits or 1.0
     fact = f"It is only the loss scale: a scale of {fits:g} is no overflow."
+    limit = fits if cause.limit is None else cause.limit
+    if not cause.scaling.dynamic and not limit:
+        return fact
     if not cause.scaling.dynamic:
         return (
             f"{fact} Yours is static, so every step that it is too high for is skipped. Call "
-            f"amp.initialize(..., loss_scale={fits:g}), or give loss_scale='dynamic', which comes "
+            f"amp.initialize(..., loss_scale={limit:g}), or give loss_scale='dynamic', which comes "
             "there by itself."
         )
     skips = cause.scaling.overflows_until(cause.scale, fits)
@@ -74,10 +77,8 @@ def _on_loss_scale(cause: Facts) -> str:
             "amp.initialize(...), and a dynamic scale comes there by itself."
         )
     steps = f"{skips} step{'s' * (skips != 1)}"
-    return (
-        f"{fact} A dynamic scale comes there by itself, with {steps} skipped. "
-        f"To skip none, call amp.initialize(..., max_loss_scale={fits:g})."
-    )
+    mend = f" To skip none, call amp.initialize(..., max_loss_scale={limit:g})." if limit else ""
+    return f"{fact} A dynamic scale comes there by itself, with {steps} skipped.{mend}"
 
 
 def _on_large_loss(cause: Facts) -> str:

@@ -3,11 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from amp_patch.scaling.scale_rule import ScaleRule
+
 from .advice import advice_on
 from .facts import Facts
+
+
+def with_one_limit(causes: Sequence[Cause]) -> list[Cause]:
+    """Return the causes of a run, of which one advises the loss scale that fits all of them.
+
+    Args:
+        causes: of several loss scalers, those of each rule have a scale of their own.
+    """
+    lowest: dict[ScaleRule, float] = {}
+    for one in causes:
+        if one.is_loss_scale and one.fits is not None:
+            lowest[one.scaling] = min(one.fits, lowest.get(one.scaling, math.inf))
+    told = []
+    for one in causes:
+        limit = lowest.get(one.scaling, 0.0) if one.is_loss_scale else None
+        if limit:
+            lowest[one.scaling] = 0.0  # said once
+        told.append(dataclasses.replace(one, limit=limit))
+    return told
 
 
 @dataclass(frozen=True)

@@ -78,6 +78,8 @@ class Facts:
         stuck_at: the later call, as a rules file names its model, that cannot hold what the module
             returns in fp32; "" for none, and "the model" for the only one.
         cast_at: another line than that, at which the script itself casts to half; "" for none.
+        limit: the loss scale that is advised for all causes of a run; None for `fits`, 0 where the
+            words for another one have it.
         steps: in how many overflows it was found.
         enough: modules, as a rules file names them, that mend most of these, computed in fp32.
         enough_in: how many they mend.
@@ -120,6 +122,7 @@ class Facts:
     also_later: tuple[str, ...] = ()
     stuck_at: str = ""
     cast_at: str = ""
+    limit: float | None = None
     steps: int = 1
     enough: tuple[str, ...] = ()
     enough_in: int = 0

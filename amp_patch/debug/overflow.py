@@ -92,7 +92,7 @@ def overflow_report() -> OverflowReport:
     session.settle()
     return OverflowReport(
         session.passes.overflows.last(),
-        list(tracer.causes.values()),
+        tracer.told(),
         looked=tracer.is_on or not any(one.is_one for one in session.scalers),
         buffers=tracer.buffers.found(),
     )

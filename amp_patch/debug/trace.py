@@ -32,7 +32,7 @@ from amp_patch.step.observers import StepObserver
 from amp_patch.step.skip import Skip
 from amp_patch.weak_modules import ModuleTable, WeakModules
 
-from .cause import Cause
+from .cause import Cause, with_one_limit
 from .facts import Mend
 from .loss_watch import LossWatch, are_finite
 from .paths import joined, root_of
@@ -97,6 +97,7 @@ class Tracer(StepObserver):
     def __init__(self) -> None:
         self.recorded = RecordedCalls()
         self.is_looking = False
+        self._tells = True
         self._detach: Callable[[], None] | None = None
         self._clear()
 
@@ -116,8 +117,14 @@ class Tracer(StepObserver):
         """Whether it has started, and not stopped since."""
         return self._detach is not None
 
-    def start(self, models: Sequence[nn.Module] = ()) -> None:
-        """Trace these and all models initialized from now on, until the session ends."""
+    def start(self, models: Sequence[nn.Module] = (), tells: bool = True) -> None:
+        """Trace these and all models initialized from now on, until the session ends.
+
+        Args:
+            models: initialized before.
+            tells: whether it logs each cause at once; else who has started it tells them.
+        """
+        self._tells = tells
         if self._detach is None:
             self._clear()
             self._detach = session.observers.attach(self)
@@ -180,12 +187,17 @@ class Tracer(StepObserver):
             # To trace must not end a training that goes on without.
             cause = Cause("unknown", 1.0, note=f"The second run raised {error!r}.")
         before = self.causes.get(cause.key)
-        if before is None and len(self.causes) < MOST_CAUSES:
+        if before is None and self._tells and len(self.causes) < MOST_CAUSES:
             logger.warning("Gradient overflow: %s", cause)
         if before is not None or len(self.causes) < MOST_CAUSES:
             known, count = before or (None, 0)
             told = cause if known is None else _together(cause, known)
             self.causes[cause.key] = (told, count + 1)
+
+    def told(self) -> list[tuple[Cause, int]]:
+        """Return each different cause with how often it was found, as they are told together."""
+        causes = with_one_limit([cause for cause, _ in self.causes.values()])
+        return list(zip(causes, (count for _, count in self.causes.values()), strict=True))
 
     def _growth(self) -> float:
         """Return how many times as large as at the first loss a model's largest weight is."""

@@ -101,11 +101,12 @@ class Counts:
     """How many float16 values of a module's operators were near a limit.
 
     Attributes:
-        values: all that were looked at, forward and backward.
-        beyond: of forward, inf or NaN. What follows may hide them: 1 / inf is 0, and every gradient
+        values: those of forward.
+        beyond: of these, inf or NaN. What follows may hide them: 1 / inf is 0, and every gradient
             finite. A -inf is left out, for masks are made of it.
-        large: of a magnitude above half of float16's largest, and finite. The lowest number of
-            float16 is left out, for masks are made of it, too.
+        large: of these, of a magnitude above half of float16's largest, and finite. The lowest
+            number of float16 is left out, for masks are made of it, too. Those of backward are not
+            counted: a dynamic loss scale grows until they are.
         grads: those of backward.
         flushed: of these, not zero in float32 and zero when they were cast to float16.
         subnormal: of these, so small that float16 has fewer digits for them.
@@ -316,9 +317,6 @@ class Watch(TorchDispatchMode):
         counts = self._watched.counts.setdefault(place.module, Counts())
         magnitudes = output.detach().abs()
         is_finite = magnitudes.isfinite()
-        counts.values += output.numel()
-        is_large = is_finite & (magnitudes > NEAR_LIMIT) & (output.detach() != _MASK)
-        counts.large += int(is_large.sum())
         if makes_gradients():
             finite = magnitudes[is_finite]
             counts.grads += output.numel()
@@ -328,6 +326,9 @@ class Watch(TorchDispatchMode):
                 counts.nonzero += int(finite.count_nonzero())
                 self._watched.peak = max(self._watched.peak, finite.max().item())
         else:
+            is_large = is_finite & (magnitudes > NEAR_LIMIT) & (output.detach() != _MASK)
+            counts.values += output.numel()
+            counts.large += int(is_large.sum())
             counts.beyond += int((~is_finite & (output.detach() != -math.inf)).sum())
 
     def _count_flushed(self, place: Place, inputs: list[Tensor], outputs: list[Tensor]) -> None:

@@ -39,7 +39,7 @@ def command(
     if folder is not None:
         options.writable_folder(folder)
     tool = "amp_patch.tools.diagnose_child:start"
-    observed = observe(tool, script, {"steps": steps}, opt_level)
+    observed = observe(tool, script, {"steps": steps}, opt_level).with_words(_ADVISED, _DONE)
     found = observed.first()
     if len(observed.found) > 1:
         found = max(observed.found, key=_what_it_explains)
@@ -54,6 +54,9 @@ def command(
     observed.end()
 
 
+#: What an error of amp_patch advises, and what is in its place here.
+_ADVISED = "Run amp-patch diagnose -- SCRIPT, which"
+_DONE = "See the report of amp-patch diagnose, which"
 #: Modules near the limits that are told.
 _MOST_LINES = 10
 _HIDDEN = (

@@ -50,7 +50,7 @@ class DiagnoseRecorder(StepObserver):
 
     def prepared(self, models: Sequence[nn.Module]) -> None:
         """See `StepObserver`."""
-        tracer.start(models)
+        tracer.start(models, tells=False)
         session.call_at_deactivate(self._take_over)
         at_end(self._write)
 
@@ -79,7 +79,7 @@ class DiagnoseRecorder(StepObserver):
         first, self._first = self._first, {}
         self._causes += [
             {**cause.to_json(), "count": count, "first_step": first[key], "text": str(cause)}
-            for key, (cause, count) in tracer.causes.items()
+            for key, (cause, count) in zip(tracer.causes, tracer.told(), strict=True)
         ]
 
     def _survey(self) -> None:

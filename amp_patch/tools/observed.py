@@ -38,6 +38,11 @@ class Observed(NamedTuple):
     code: int = 0
     last_lines: str = ""
 
+    def with_words(self, words: str, others: str) -> Observed:
+        """Return the same with others in the place of some words of the error."""
+        error, last = (one.replace(words, others) for one in (self.error, self.last_lines))
+        return self._replace(error=error, last_lines=last)
+
     def first(self) -> dict[str, Any]:
         """Return what the first process has found.
 

@@ -18,9 +18,11 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from amp_patch.debug import Cause
+from amp_patch.debug.cause import with_one_limit
 from amp_patch.debug.places import Places
 from amp_patch.debug.ranges import range_of
 from amp_patch.debug.trace import _together, tracer
+from amp_patch.scaling.scale_rule import ScaleRule
 
 
 class Normalized(nn.Module):
@@ -200,6 +202,29 @@ def test_targets_that_the_script_makes_in_half_are_named_as_what_may_be_to_blame
     cause = the_cause(amp)
     assert cause.where == "loss"
     assert "or a cast of the script's, has made what has no gradients" in cause.advice()
+
+
+def test_one_loss_scale_is_advised_for_all_causes_of_a_rule() -> None:
+    def cause(name: str, fits: float, rule: ScaleRule) -> Cause:
+        return Cause("backward", 2.0**16, operator=name, fits=fits, scaling=rule)
+
+    dynamic, static = ScaleRule(), ScaleRule(dynamic=False)
+    causes = [
+        cause("mul", 8192.0, dynamic),
+        cause("linear", 1024.0, dynamic),
+        cause("exp", 512.0, static),
+        replace(cause("div", 4.0, dynamic), scale=4.0),  # not of the scale
+        cause("add", 2048.0, static),
+    ]
+    first, second, third, other, last = (one.advice() for one in with_one_limit(causes))
+    assert "a scale of 8192 is no overflow" in first
+    assert first.endswith("To skip none, call amp.initialize(..., max_loss_scale=1024).")
+    assert "a scale of 1024 is no overflow" in second
+    assert "max_loss_scale" not in second
+    assert "Call amp.initialize(..., loss_scale=512)" in third
+    assert "loss_scale" not in other
+    assert last == "It is only the loss scale: a scale of 2048 is no overflow."
+    assert [one.key for one in with_one_limit(causes)] == [one.key for one in causes]
 
 
 def test_what_two_steps_need_is_the_wider_module_around() -> None:

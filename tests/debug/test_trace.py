@@ -791,6 +791,18 @@ def test_values_near_the_limits_are_counted_by_module(amp) -> None:
     assert "1.0" in observer.counts
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_gradients_that_a_loss_scale_has_brought_near_the_limit_are_none(amp, level: str) -> None:
+    """A dynamic one doubles until they are, in each training."""
+    observer = Surveying()
+    detach = session.observers.attach(observer)
+    model, optimizer = prepared(amp, around(nn.Tanh()), level, loss_scale=40000.0)
+    train(amp, model, optimizer, lambda outputs: outputs.float()[0, 0])
+    detach()
+    assert not amp.step_was_skipped(optimizer)
+    assert all(counts.large == 0 for counts in observer.counts.values())
+
+
 def test_a_report_can_be_written_as_json(amp) -> None:
     model, optimizer = prepared(amp, around(Scores()), "O1")
     train(amp, model, optimizer, steps=2)

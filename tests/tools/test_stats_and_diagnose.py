@@ -151,7 +151,7 @@ def test_values_near_the_limits_are_counted_whatever_ends_the_script(last: str) 
     result = called("diagnose", value="75", last=last)
     assert "Nothing overflowed in 8 steps.\n" in result.output  # the script's own end
     # the scores, of 4 rows with each other
-    assert "  `1`: 16 of 448 values above 32752" in result.output
+    assert "  `1`: 16 of 160 values above 32752" in result.output
 
 
 def test_diagnose_says_that_nothing_overflowed() -> None:
@@ -385,6 +385,20 @@ def test_running_statistics_that_half_cannot_hold_are_told(name: str, file: str,
     (found,) = json.loads(Path(file).read_text())["buffers"]
     assert (found["title"], found["rule"]) == (told, {"1": "float"})
     assert ('"1" = "float"' in result.output) is (name == "diagnose")
+
+
+def test_what_a_script_printed_last_has_no_report_of_amps_and_no_advice_to_diagnose() -> None:
+    """The report is above it; the error that ends the script advises this very command."""
+    last = "amp.deactivate(); train()"
+    imported = "from amp_patch import amp"
+    script = textwrap.dedent(SCRIPT.format(imported=imported, last=last))
+    Path("train.py").write_text(script.replace("16.0", "'dynamic', min_loss_scale=2.0**16"))
+    result = CliRunner().invoke(main, ["diagnose", "--", "train.py", "300"])
+    assert result.exit_code == 1
+    assert result.output.count("`matmul` returned inf") == 1
+    assert "FloatingPointError: gradients must become finite" in result.output
+    assert "Run amp-patch diagnose" not in result.output
+    assert result.output.count("See the report of amp-patch diagnose, which names the module") == 2
 
 
 LOST = "above are 0 in float16"

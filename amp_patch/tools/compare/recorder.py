@@ -95,7 +95,7 @@ class Recorder(StepObserver):
     def prepared(self, models: Sequence[nn.Module]) -> None:
         """Have the cause of each overflow found, for functions are not heard of in backward."""
         self._numbers.update(self._session.models.numbers.values())
-        tracer.start(models)
+        tracer.start(models, tells=False)
         self._models = models or self._models
         self._session.call_at_deactivate(self._note_causes)
         at_end(self.save)  # of the process that trains, which may be a fork
