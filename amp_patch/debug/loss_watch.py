@@ -35,6 +35,10 @@ _MOVING = {
 }
 
 
+#: A file and the number of a line.
+Line = tuple[str, int] | None
+
+
 class LossStep(NamedTuple):
     """The first backward of an operator outside of the models that was not finite.
 
@@ -44,6 +48,7 @@ class LossStep(NamedTuple):
         fits: the largest power of two that is no overflow as a loss scale; None: not found.
         cast: gradients that it made half of float32 ones, as they are at a loss scale of 1.
         argument: what the operator was given in the forward, where it may fail at that.
+        line: that has called it in the forward, where it is known.
     """
 
     operator: str
@@ -52,6 +57,7 @@ class LossStep(NamedTuple):
     fits: float | None
     cast: tuple[Tensor, ...]
     argument: Given | None
+    line: Line
 
 
 class Spoiled(NamedTuple):
@@ -61,11 +67,13 @@ class Spoiled(NamedTuple):
         operator: such as "log".
         saved: the ranges of these tensors.
         argument: what it was given, where it may fail at that.
+        line: that has called it, where it is known.
     """
 
     operator: str
     saved: tuple[Range, ...]
     argument: Given | None
+    line: Line
 
 
 class LossWatch:
@@ -75,6 +83,7 @@ class LossWatch:
         loss: before it is scaled.
         scale: that it is multiplied by.
         made_in_model: whether a node belongs to a model.
+        line_of: the line that has made a node, by the node's number.
 
     Attributes:
         loss: the loss's range.
@@ -85,7 +94,14 @@ class LossWatch:
         spoiled_by: of a loss that is not finite, see `Spoiled`; None where no operator shows it.
     """
 
-    def __init__(self, loss: Tensor, scale: float, made_in_model: Callable[[Any], bool]) -> None:
+    def __init__(
+        self,
+        loss: Tensor,
+        scale: float,
+        made_in_model: Callable[[Any], bool],
+        line_of: Callable[[int], Line],
+    ) -> None:
+        self.line_of = line_of
         self.loss = ranges_of({"loss": loss.detach()})
         self.scale = scale
         self.found: LossStep | None = None
@@ -110,17 +126,17 @@ class LossWatch:
         self.spoiled_by: Spoiled | None = None
         # torch refuses what was saved and has been written to since; the backward says so
         with contextlib.suppress(RuntimeError):
-            self.spoiled_by = _first_not_finite(seen) if not_finite else None
+            self.spoiled_by = self._first_not_finite(seen) if not_finite else None
 
-
-def _first_not_finite(nodes: set[Any]) -> Spoiled | None:
-    """Return the first operator that was given or returned inf or NaN, or what makes it."""
-    for node in sorted(nodes, key=lambda one: one._sequence_nr()):
-        given, ranges = given_to(node), ranges_of(saved_by(node))
-        is_shown = any(set(one.kinds) - {"-inf"} for one in ranges)  # -inf may be a mask
-        if is_shown or (given is not None and spoils(given)):
-            return Spoiled(readable(node.name()), ranges, given)
-    return None
+    def _first_not_finite(self, nodes: set[Any]) -> Spoiled | None:
+        """Return the first operator that was given or returned inf or NaN, or what makes it."""
+        for node in sorted(nodes, key=lambda one: one._sequence_nr()):
+            given, ranges = given_to(node), ranges_of(saved_by(node))
+            is_shown = any(set(one.kinds) - {"-inf"} for one in ranges)  # -inf may be a mask
+            if is_shown or (given is not None and spoils(given)):
+                line = self.line_of(node._sequence_nr())
+                return Spoiled(readable(node.name()), ranges, given, line)
+        return None
 
 
 class _Look:
@@ -140,7 +156,8 @@ class _Look:
         other_scales = self._at_other_scales(made, given)
         node = torch._C._current_autograd_node()
         argument = None if node is None else given_to(node)
-        self._watch.found = LossStep(self._operator, *ranges, *other_scales, argument)
+        line = None if node is None else self._watch.line_of(node._sequence_nr())
+        self._watch.found = LossStep(self._operator, *ranges, *other_scales, argument, line)
 
     @torch.no_grad()
     def _count(self, made: tuple[Any, ...], given: tuple[Any, ...]) -> None:

@@ -125,6 +125,11 @@ class RecordedCalls:
         number = node._sequence_nr()
         return any(first <= number < end for first, end in self._ranges)
 
+    @property
+    def in_call(self) -> bool:
+        """Whether a forward runs in this thread, which is or is not recorded."""
+        return bool(self._open.calls)
+
     def before(self, model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         """A model's forward begins."""
         if self.is_off or getattr(model, "_is_replica", False):

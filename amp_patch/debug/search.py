@@ -137,8 +137,14 @@ class Search:
         # NaN was not made of a number that is 0
         is_nan = any("NaN" in one.kinds for one in spoiled.saved)
         rounded = {} if is_nan else self._rounded(spoiled.argument)
-        operator, ranges, note = spoiled.operator, spoiled.saved, note.strip()
-        return self._of_loss(loss, operands=ranges, note=note, spoiled_by=operator, **rounded)
+        return self._of_loss(
+            loss,
+            operands=spoiled.saved,
+            note=note.strip(),
+            spoiled_by=spoiled.operator,
+            line=shown_line(spoiled.line),
+            **rounded,
+        )
 
     def _without_graph(self) -> Cause | None:
         """Return the cause in a model whose result the loss has without gradients, as a target.
@@ -247,6 +253,7 @@ class Search:
         """Return the cause where a gradient was not finite before it came to a model."""
         result = next(one for one in found.made if one.kinds)
         fits = found.fits
+        told = {"operator": found.operator, "line": shown_line(found.line)}
         if fits is None:
             largest = _peak(self._watch.loss)
             is_large = largest * self._scale > torch.finfo(torch.float32).max
@@ -254,11 +261,9 @@ class Search:
             if not is_large and not rounded and (cause := self._without_graph()) is not None:
                 return cause
             operands = (*self._watch.loss, *found.given) if is_large else found.given
-            return self._of_loss(
-                result, operator=found.operator, operands=operands, is_large=is_large, **rounded
-            )
+            return self._of_loss(result, operands=operands, is_large=is_large, **told, **rounded)
         if fits < 1.0:
-            return self._of_loss(result, operator=found.operator, operands=found.given, fits=fits)
+            return self._of_loss(result, operands=found.given, fits=fits, **told)
         # What was cast has the shape of an output: look whether the model bears it unscaled.
         for call in reversed(self._calls):
             grads = {
@@ -273,7 +278,7 @@ class Search:
             if origin is not None:
                 return _in_model(one, origin, self._scale, mend(call, origin, grads))
             fits = min(fits, largest_scale(one.watched.peak))
-        return self._of_loss(result, operator=found.operator, operands=found.given, fits=fits)
+        return self._of_loss(result, operands=found.given, fits=fits, **told)
 
     def _in_backward(self, call: Call, grads: Mapping[int, Tensor]) -> Cause | None:
         grads = from_outside(call, grads)

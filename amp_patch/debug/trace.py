@@ -34,6 +34,7 @@ from amp_patch.weak_modules import ModuleTable, WeakModules
 
 from .cause import Cause, with_one_limit
 from .facts import Mend
+from .loss_lines import LossLines
 from .loss_watch import LossWatch, are_finite
 from .paths import joined, root_of
 from .ranges import largest_of
@@ -87,6 +88,7 @@ class Tracer(StepObserver):
         causes: each different one, with how often it was found.
         overflows: how many there were.
         buffers: of the models that are traced.
+        lines: of what is outside of models; known while it is entered, which a tool does.
         is_looking: True while calls are run again.
         recorded: the models' calls since the last step, which can be run again.
         passes: of each scaled loss since then its number, its scale and what looks at its graph.
@@ -98,6 +100,7 @@ class Tracer(StepObserver):
         self.recorded = RecordedCalls()
         self.is_looking = False
         self._tells = True
+        self.lines = LossLines(lambda: self.recorded.is_off or self.recorded.in_call)
         self._detach: Callable[[], None] | None = None
         self._clear()
 
@@ -170,7 +173,7 @@ class Tracer(StepObserver):
         for model in self._models:
             if model not in self._first_largest:
                 self._first_largest[model] = _largest_weight(model)
-        watch = LossWatch(loss, float(scale), self.recorded.made)
+        watch = LossWatch(loss, float(scale), self.recorded.made, self.lines.line_of)
         self.passes.append((self.recorded.passes, float(scale), watch))
 
     def overflowed(self, scaler_id: int, found: Sequence[Found]) -> None:

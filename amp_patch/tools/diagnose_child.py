@@ -136,6 +136,7 @@ def _infinite_state(optimizer: Optimizer) -> Counter[str]:
 def start(module: ModuleType) -> None:
     """Begin; called when the script has imported amp_patch."""
     options = child.begin(module)
+    tracer.lines.__enter__()
     recorder = DiagnoseRecorder(options["out"], options["steps"])
     session.observers.attach(recorder)
     session.observers.attach(recorder.limit)

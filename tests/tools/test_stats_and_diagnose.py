@@ -318,6 +318,8 @@ def test_steps_of_all_networks_are_counted_and_the_first_that_shows_a_cause_is_t
     assert "2 of 2, first in step 3: the loss" in result.output
     (cause,) = json.loads(Path("found/diagnose.json").read_text())["causes"]
     assert cause["first_step"] == 3
+    assert cause["line"].startswith("gan.py:")
+    assert "mean() * factor" in cause["line"]
 
 
 def test_values_near_the_limits_are_told() -> None:
