@@ -77,14 +77,14 @@ class Facts:
             well, as a rules file names them.
         stuck_at: the later call, as a rules file names its model, that cannot hold what the module
             returns in fp32; "" for none, and "the model" for the only one.
+        off_at: of a backward, the loss scale at which it overflows nowhere, where half rounds its
+            gradients far off; None elsewhere.
         cast_at: another line than that, at which the script itself casts to half; "" for none.
         limit: the loss scale that is advised for all causes of a run; None for `fits`, 0 where the
             words for another one have it.
         steps: in how many overflows it was found.
         enough: modules, as a rules file names them, that mend most of these, computed in fp32.
         enough_in: how many they mend.
-        off_at: of a backward, the loss scale at which it overflows nowhere, where half rounds its
-            gradients far off; None elsewhere.
     """
 
     where: Where
@@ -121,12 +121,12 @@ class Facts:
     stays: bool = False
     also_later: tuple[str, ...] = ()
     stuck_at: str = ""
+    off_at: float | None = None
     cast_at: str = ""
     limit: float | None = None
     steps: int = 1
     enough: tuple[str, ...] = ()
     enough_in: int = 0
-    off_at: float | None = None
 
     @property
     def key(self) -> Hashable:
