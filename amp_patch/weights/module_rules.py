@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.parametrize import is_parametrized
 
 from amp_patch.casting.libraries.library_casts import computes_in_float
@@ -23,6 +24,9 @@ from amp_patch.did_you_mean import near
 from amp_patch.levels import HALVES
 
 from .half_model import FollowsCopies, cast_floats, dtype_of_weights, remove_hooks
+
+#: Buffers of torch's batch norms, and by custom of others.
+_STATISTICS = {"running_mean", "running_var"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +57,7 @@ class ModuleRegion:
 
 
 class FrequencyRegion(ModuleRegion):
-    """The hooks of a module that `has_frequencies`: it computes in fp32, and hands on half."""
+    """The hooks of a module that `keeps_buffers`: it computes in fp32, and hands on half."""
 
     def leave(self, module: nn.Module, args: Any, outputs: Any) -> Any:
         """Forward hook; also called when the forward raised."""
@@ -84,7 +88,12 @@ class TakesDtype(FollowsCopies):
         module.register_forward_pre_hook(self.enter, with_kwargs=True)
 
 
-def attach(model: nn.Module, precisions: Mapping[str, str], stored: torch.dtype | None) -> None:
+def attach(
+    model: nn.Module,
+    precisions: Mapping[str, str],
+    stored: torch.dtype | None,
+    batch_norms: bool = False,
+) -> None:
     """Put the hooks on the modules of a model, in place of earlier ones.
 
     Args:
@@ -92,10 +101,11 @@ def attach(model: nn.Module, precisions: Mapping[str, str], stored: torch.dtype 
         precisions: path of a module -> "float" or "half".
         stored: dtype of most of its weights, where no function casts: its other modules then cast
             what those with a rule hand on. None where functions cast.
+        batch_norms: see `keeps_buffers`.
     """
     detach(model)
     if stored in HALVES:
-        for module in has_frequencies(model, precisions):
+        for module in keeps_buffers(model, precisions, batch_norms):
             FrequencyRegion("float").attach(module)
     # One module may have two paths.
     ruled = {
@@ -135,23 +145,43 @@ def in_float_by_library(model: nn.Module) -> set[nn.Module]:
     return {inner for module in modules for inner in module.modules()}
 
 
-def has_frequencies(model: nn.Module, precisions: Mapping[str, str]) -> set[nn.Module]:
-    """Return the modules without weights that hold a buffer called ``inv_freq``.
+def keeps_buffers(
+    model: nn.Module, precisions: Mapping[str, str], batch_norms: bool
+) -> set[nn.Module]:
+    """Return the modules that compute in fp32, and hand on half, for what their buffers hold.
 
-    So most models of transformers and other libraries call what they multiply positions by, to take
-    sines and cosines of it: rounded to half, far positions are turned by wrong angles.
+    Frequencies, in modules without weights that have a buffer called ``inv_freq``. So most models
+    of transformers and other libraries call what they multiply positions by, to take sines and
+    cosines of it: rounded to half, far positions are turned by wrong angles. And running
+    statistics, in half of which small steps are lost.
 
     Args:
         model: any.
         precisions: path of a module -> "float" or "half"; what has such a rule is left out.
+        batch_norms: whether batch norms, and norms alike, that are not torch's are among them.
     """
     return {
         module
         for path, module in model.named_modules(remove_duplicate=False)
-        if any("inv_freq" in name for name, _ in module.named_buffers(recurse=False))
-        and next(module.parameters(), None) is None
+        if (_has_frequencies(module) or (batch_norms and _has_statistics(module)))
         and _innermost(path, precisions) is None
     }
+
+
+def _has_frequencies(module: nn.Module) -> bool:
+    found = any("inv_freq" in name for name, _ in module.named_buffers(recurse=False))
+    return found and next(module.parameters(), None) is None
+
+
+def _has_statistics(module: nn.Module) -> bool:
+    """Tell a norm with statistics that move: not a frozen one, of which all are buffers.
+
+    Torch's batch norms are kept in fp32 as a whole, and compute with half inputs.
+    """
+    buffers = dict(module.named_buffers(recurse=False))
+    if isinstance(module, _BatchNorm) or not buffers.keys() >= _STATISTICS:
+        return False
+    return "num_batches_tracked" in buffers or any(True for _ in module.parameters(recurse=False))
 
 
 def detach(model: nn.Module) -> None:

@@ -151,7 +151,8 @@ class PreparedModels:
             on_error.callback(self._put_back, model, *earlier)
             if level.cast_model_type is not None:
                 in_float = module_rules.in_float(model, own.precisions)
-                in_float |= module_rules.has_frequencies(model, own.precisions)
+                norms = bool(level.keep_batchnorm_fp32)
+                in_float |= module_rules.keeps_buffers(model, own.precisions, norms)
                 in_float |= module_rules.in_float_by_library(model)
                 originals = self._store_as(level.cast_model_type, model, level, stepped, in_float)
                 on_error.callback(self._store.forget, originals)
@@ -317,7 +318,8 @@ class PreparedModels:
             kept=rules.kept_inputs,
             kept_at=kept_inputs.places(kept_inputs.forward_of(model), rules.kept_inputs),
         ).attach(model)
-        module_rules.attach(model, rules.precisions, level.cast_model_type)
+        norms = bool(level.keep_batchnorm_fp32)
+        module_rules.attach(model, rules.precisions, level.cast_model_type, norms)
         # most models cast to what they keep by name, and in some a layer is given half all the same
         for layer in half_storage.layers_kept_by_name(model, level.cast_model_type):
             module_rules.TakesDtype(torch.float32).attach(layer)

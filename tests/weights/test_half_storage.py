@@ -51,7 +51,7 @@ def test_batch_norms_keep_fp32_where_the_level_says_so(
     [
         nn.LayerNorm(4),
         nn.GroupNorm(2, 4),
-        nn.InstanceNorm1d(4, affine=True, track_running_stats=True),
+        nn.InstanceNorm1d(4, affine=True),
         nn.RMSNorm(4),
     ],
     ids=str,

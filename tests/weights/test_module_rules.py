@@ -452,7 +452,112 @@ def test_a_rule_says_half_of_frequencies(amp) -> None:
 def test_frequencies_of_a_part_that_torch_jit_compiled_are_found() -> None:
     """O0 leaves such a part as it is, and looks at it all the same."""
     compiled = torch.jit.trace(Rotary(), (X, POSITIONS))
-    assert module_rules.has_frequencies(nn.Sequential(compiled), {}) == {compiled}
+    assert module_rules.keeps_buffers(nn.Sequential(compiled), {}, False) == {compiled}
+
+
+class Norm(nn.Module):
+    """A batch norm of the script's own, by hand or by torch's function."""
+
+    def __init__(self, by_hand: bool = True, affine: bool = True, counts: bool = False) -> None:
+        super().__init__()
+        self.by_hand = by_hand
+        self.weight = nn.Parameter(torch.rand(8) + 0.5) if affine else None
+        self.bias = nn.Parameter(torch.rand(8)) if affine else None
+        self.register_buffer("running_mean", torch.zeros(8))
+        self.register_buffer("running_var", torch.ones(8))
+        self.register_buffer("num_batches_tracked", torch.tensor(0) if counts else None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        statistics = self.running_mean, self.running_var
+        if not self.by_hand:
+            return nn.functional.batch_norm(x, *statistics, self.weight, self.bias, self.training)
+        if self.training:
+            mean, var = x.mean(0), x.var(0)
+            with torch.no_grad():
+                self.running_mean.mul_(0.9).add_(mean, alpha=0.1)
+                self.running_var = 0.9 * self.running_var + 0.1 * var
+            statistics = mean, var
+        x = (x - statistics[0]) / (statistics[1] + 1e-5).sqrt()
+        return x if self.weight is None else x * self.weight + self.bias
+
+
+class Channels(nn.InstanceNorm1d):
+    """Of one sample, whose dtype it hands on."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.t()[None])[0].t()
+
+
+NORMS = {
+    "by hand": Norm,
+    "by torch": lambda: Norm(by_hand=False),
+    "without weights": lambda: Norm(affine=False, counts=True),
+    "instances": lambda: Channels(8, affine=True, track_running_stats=True),
+}
+
+
+class Normed(nn.Module):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 8), norm, nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.found = self.norm(self.first(x))
+        return self.last(self.found)
+
+
+def statistics(norm: nn.Module) -> list[torch.Tensor]:
+    return [norm.running_mean.clone(), norm.running_var.clone()]
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("name", NORMS)
+def test_running_statistics_are_float32_s(amp, name: str, level: str) -> None:
+    torch.manual_seed(0)
+    model = Normed(NORMS[name]())
+    nn.init.constant_(model.first.bias, 5.0)
+    batches = torch.randn(60, 64, 4) / 4
+    twin, tolerance = copy.deepcopy(model), 4 * torch.finfo(HALF[level]).eps
+    expected = [twin(batch) for batch in batches]
+    amp.initialize(model, opt_level=level, verbosity=0)
+    for batch, other in zip(batches, expected, strict=True):
+        found = model(batch)
+        torch.testing.assert_close(found, other, rtol=tolerance, atol=8 * tolerance)
+    assert model.found.dtype is HALF[level]
+    found.sum().backward()
+    other.sum().backward()
+    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert mine.dtype is HALF[level]
+        torch.testing.assert_close(mine.grad.float(), theirs.grad, rtol=0.1, atol=64 * tolerance)
+    after = statistics(model.norm)
+    for mine, theirs in zip(after, statistics(twin.norm), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
+    amp.deactivate()
+    for mine, before in zip(statistics(model.norm), after, strict=True):
+        torch.testing.assert_close(mine, before, rtol=0, atol=0)
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+class Frozen(Norm):
+    """All are buffers, and none is written to: in half it takes no float32 memory."""
+
+    def __init__(self) -> None:
+        super().__init__(affine=False)
+        self.register_buffer("scale", torch.ones(8))
+
+
+@pytest.mark.parametrize(
+    ("norm", "options"),
+    [
+        (Norm, {"keep_batchnorm_fp32": False}),
+        (Norm, {"rules": {"modules": {"norm": "half"}}}),
+        (Frozen, {}),
+    ],
+)
+def test_statistics_go_half_where_the_script_says_so_or_nothing_moves(amp, norm, options) -> None:
+    model = amp.initialize(Normed(norm()).eval(), opt_level="O5", verbosity=0, **options)
+    assert {one.dtype for one in statistics(model.norm)} == {torch.bfloat16}
+    assert model(torch.randn(8, 4)).dtype is torch.float32
 
 
 class Quantile(nn.Module):
