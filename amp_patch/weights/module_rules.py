@@ -56,7 +56,7 @@ class ModuleRegion:
         order_hooks(module._forward_hooks)
 
 
-class FrequencyRegion(ModuleRegion):
+class RegionOfHalfResults(ModuleRegion):
     """The hooks of a module that `keeps_buffers`: it computes in fp32, and hands on half."""
 
     def leave(self, module: nn.Module, args: Any, outputs: Any) -> Any:
@@ -106,7 +106,7 @@ def attach(
     detach(model)
     if stored in HALVES:
         for module in keeps_buffers(model, precisions, batch_norms):
-            FrequencyRegion("float").attach(module)
+            RegionOfHalfResults("float").attach(module)
     # One module may have two paths.
     ruled = {
         model.get_submodule(path): ModuleRegion(precision) for path, precision in precisions.items()
