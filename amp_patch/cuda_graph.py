@@ -42,7 +42,8 @@ class CapturedStep:
         masters: Sequence[MasterWeights],
     ) -> None:
         self.graph, self.result = graph, _without_autograd(result)
-        self._masters = masters  # those that it steps
+        # Those that it steps; as a session holds them.
+        self._masters = weakref.WeakSet(masters)
         self._host_side = host_side
         weakref.finalize(self, captures.release, host_side)
         self._scalers = session.scalers

@@ -41,6 +41,9 @@ class _Copied(NamedTuple):
         return half is not self.half or half._version != self.versions[0]
 
 
+_NOTHING = Watch.of([])
+
+
 class ScaledGradients:
     """The scale of such gradients, and whether a backward has written to them.
 
@@ -52,12 +55,12 @@ class ScaledGradients:
     def __init__(self) -> None:
         self.scale: Scale | None = None
         self.is_assumed = False
-        self._before = Watch.of([])
+        self._before = _NOTHING
         self._copied: list[_Copied] = []
 
     def begin(self, scale: Scale, is_assumed: bool = False) -> None:
         """The gradients that are there now are multiplied by ``scale``."""
-        self._before = Watch.of([])
+        self._before = _NOTHING
         self.scale, self.is_assumed = scale, is_assumed
 
     def go_on(self, scale: Scale) -> None:
@@ -67,7 +70,7 @@ class ScaledGradients:
 
     def forget(self) -> None:
         """There are none any more."""
-        self._before = Watch.of([])
+        self._before = _NOTHING
         self.scale, self.is_assumed = None, False
 
     @torch.no_grad()

@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from amp_patch.kernels.graph_capture import captures
 from amp_patch.kernels.looks import is_infinite
 from amp_patch.warn_once import warn_once
+from amp_patch.weights.half_bits import is_plain
 
 _EVAL = "torch.nn.modules.module.Module.eval"
 
@@ -43,7 +44,7 @@ class RunningStatistics:
     def _looking(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def eval(self_: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if not torch.compiler.is_compiling():
+            if not _is_traced():
                 self._look(self_)
             return original(self_, *args, **kwargs)
 
@@ -76,5 +77,13 @@ def _statistics(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for path, module in model.named_modules():
         if isinstance(module, _NormBase):
             for name, buffer in module.named_buffers(path, recurse=False):
-                if buffer.dtype is torch.float16 and not buffer.is_meta:
+                if buffer.dtype is torch.float16 and is_plain(buffer):
                     yield name, buffer
+
+
+def _is_traced() -> bool:
+    """Tell whether what is called now goes into a graph, or computes with no numbers."""
+    if torch.compiler.is_compiling() or torch._C._is_tracing():
+        return True
+    is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    return is_transformed or bool(torch._C._len_torch_dispatch_stack())

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from amp_patch.amp import deactivate
 
@@ -77,6 +80,45 @@ def test_a_script_that_evaluates_in_each_step_waits_seldom(amp, monkeypatch) -> 
         model.train()
         model.eval()
     assert len(looked) == 2 * 7  # both statistics at 1, 2, 4, 8, 16, 32 and 64
+
+
+def functional(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    model.eval()
+    return model[1](model[0](x))
+
+
+def traced(model: nn.Module) -> list[Any]:
+    graph = make_fx(functional)(model, torch.ones(2, 4).half()).graph
+    return [node.target for node in graph.nodes]
+
+
+def batched(model: nn.Module) -> list[int]:
+    buffers = {name: torch.stack([one, one]) for name, one in model.named_buffers()}
+
+    def call(own: dict[str, torch.Tensor]) -> torch.Tensor:
+        model[1].eval()
+        return torch.func.functional_call(model, own, torch.ones(2, 4).half())
+
+    return list(torch.vmap(call)(buffers).shape)
+
+
+def without_numbers(model: nn.Module) -> bool:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        return model.eval().training
+
+
+WITHOUT_NUMBERS: dict[str, Callable[[nn.Module], Any]] = {
+    "a trace": traced,
+    "a batch": batched,
+    "fake tensors": without_numbers,
+}
+
+
+@pytest.mark.parametrize("way", WITHOUT_NUMBERS)
+def test_what_is_traced_is_not_looked_at(amp, way: str) -> None:
+    call = WITHOUT_NUMBERS[way]
+    expected = call(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)).half())
+    assert call(initialized(amp, "O3")) == expected
 
 
 def test_another_session_says_it_again_and_the_end_puts_the_method_back(amp) -> None:
