@@ -83,7 +83,5 @@ def _statistics(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _is_traced() -> bool:
     """Tell whether what is called now goes into a graph, or computes with no numbers."""
-    if torch.compiler.is_compiling() or torch._C._is_tracing():
-        return True
-    is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
-    return is_transformed or bool(torch._C._len_torch_dispatch_stack())
+    is_traced = torch.compiler.is_compiling() or torch._C._is_tracing()
+    return is_traced or bool(torch._C._len_torch_dispatch_stack())
