@@ -57,8 +57,8 @@ def _in_noted_mode(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def apply(self: Any, *grads: Any) -> Any:
         noted = getattr(self, _NOTED)
-        if noted is None and not mode.is_of_process() and not _is_torchs_checkpoint(self):
-            noted = PROCESS  # a hook calls a backward, say
+        if noted is None and mode.in_hook and not _is_torchs_checkpoint(self):
+            noted = PROCESS  # the hook calls this backward, and casts are off in it alone
         return original(self, *grads) if noted is None else mode.run(noted, original, self, *grads)
 
     return apply

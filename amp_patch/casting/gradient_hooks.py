@@ -8,18 +8,20 @@ the mode of the thread and torch's tables of hooks; nothing of the loss scale.
 
 from __future__ import annotations
 
+import copy
 import functools
+import operator
 from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from amp_patch.levels import HALVES
 from amp_patch.patching import Patches
 
 from .argument_casts import tensors_in
-from .mode import OFF, PROCESS, mode
+from .mode import OFF, PROCESS, casts_are_on, mode
 
 Hook = Callable[..., Any]
 #: torch's tables of the hooks of a tensor, and of a module, that a backward calls.
@@ -60,11 +62,11 @@ def _follow(owner: Any, tables: Iterable[str], patches: Patches) -> None:
     for table, key in [*chain.from_iterable(((one, key) for key in one) for one in hooks)]:
         hook = table[key]
         if not str(getattr(hook, "__module__", "")).startswith("torch."):
-            patches.replace(table, key, in_its_mode(hook))
+            patches.replace(table, key, in_its_mode(hook), weakly=True)
 
 
 class _Hook:
-    """A hook in its mode. A class: a module's hooks are pickled with it.
+    """A hook in its mode. A class: a module's hooks are copied and pickled with it.
 
     Attributes:
         of_script: the hook itself.
@@ -76,7 +78,20 @@ class _Hook:
         self._stored = mode.stored
 
     def __call__(self, *args: Any) -> Any:
-        if self._stored is None and any(one.dtype in HALVES for one in tensors_in(args)):
+        if self._stored is None and (not casts_are_on() or _has_half(args)):
             return self.of_script(*args)
-        noted = {**PROCESS, "dtype": OFF, "level": OFF, "stored": self._stored}
+        noted = {**PROCESS, "dtype": OFF, "level": OFF, "stored": self._stored, "in_hook": True}
         return mode.run(noted, self.of_script, *args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
+        return in_its_mode(copy.deepcopy(self.of_script, memo))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # What is pickled is the script's own, so that who loads it needs no amp_patch.
+        return operator.getitem, ((self.of_script,), 0)
+
+
+def _has_half(args: tuple[Any, ...]) -> bool:
+    if len(args) == 1 and isinstance(args[0], Tensor):  # as most hooks have
+        return args[0].dtype in HALVES
+    return any(one.dtype in HALVES for one in tensors_in(args))

@@ -100,6 +100,7 @@ class CastMode(threading.local):
         region_dtype: half dtype of a region in the running model's forward, None outside.
         stored: half dtype that the running model is stored in (O2, O3, O5), else None.
         in_checkpoint: True inside a checkpointed function (its first run is under no_grad).
+        in_hook: True inside a script's hook of a gradient, see `gradient_hooks`.
         models: models whose forward runs, innermost last, with the mode around them. A tuple:
             torch.compile lets a checkpointed function set attributes, and append to no list.
         modules: modules whose forward runs in a region by a rule, innermost last, each with how
@@ -117,6 +118,7 @@ class CastMode(threading.local):
         self.region_dtype: torch.dtype | None = None
         self.stored: torch.dtype | None = None
         self.in_checkpoint = False
+        self.in_hook = False
         self.models: tuple[tuple[int, Dtype, Dtype, Dtype], ...] = ()
         self.modules: list[tuple[int, int]] = []
         self.around: list[Saved] = []
@@ -266,9 +268,9 @@ def _is_entered(region: Any, current: Any) -> bool:
 
 
 # What a call's mode is, wherever it runs: the rest says what is open in the thread.
-_NOTED = ("dtype", "level", "off", "region", "region_dtype", "stored")
+_NOTED = ("dtype", "level", "off", "region", "region_dtype", "stored", "in_hook")
 #: What `CastMode.note` returns where the process alone says what is cast.
-PROCESS = dict.fromkeys(_NOTED, None) | {"off": False}
+PROCESS = dict.fromkeys(_NOTED, None) | {"off": False, "in_hook": False}
 process = ProcessMode()
 mode = CastMode()
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
+from amp_patch import amp as core
 from amp_patch.casting import gradient_hooks
 
 pytestmark = pytest.mark.filterwarnings("ignore:a hook of a")  # of the loss scale
@@ -184,7 +187,7 @@ class Doubled(torch.autograd.Function):
         with torch.enable_grad():
             inner = x.detach().requires_grad_()
             multiplied.append((inner @ weight).dtype)
-        return grad @ weight.T, x.T @ grad
+        return grad.float() @ weight.T, x.T @ grad.float()
 
 
 #: Of what the backward of `Doubled` has computed.
@@ -213,12 +216,47 @@ def halved(module: nn.Module, given: tuple[Tensor | None, ...], _: Any) -> tuple
     return tuple(None if one is None else one / 2 for one in given)
 
 
-def test_a_model_with_hooks_is_copied_and_pickled(amp: ModuleType) -> None:
+def test_a_copy_of_a_model_has_hooks_in_their_mode_and_a_pickle_the_scripts_own(
+    amp: ModuleType,
+) -> None:
     model = Model()
     prepared(amp, model, "O1")
     model.norm.register_full_backward_hook(halved)
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        (hook,) = twin.norm._backward_hooks.values()
-        assert gradient_hooks.own(hook) is halved
-        x = torch.ones(1, 4, requires_grad=True)
-        twin.norm(x).sum().backward()  # which calls it
+    (hook,) = copy.deepcopy(model).norm._backward_hooks.values()
+    assert hook is not halved
+    assert gradient_hooks.own(hook) is halved
+    (hook,) = pickle.loads(pickle.dumps(model)).norm._backward_hooks.values()
+    assert hook is halved
+
+
+class Hooked(Model):
+    """Hooks itself, as a model that tells of its gradients does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm.register_full_backward_hook(self.tell)
+
+    def tell(self, *hooked: Any) -> None:
+        """Be called by the backward."""
+
+
+def test_a_model_that_hooks_itself_goes_with_its_last_user(amp: ModuleType) -> None:
+    model = Hooked()
+    prepared(amp, model, "O1")
+    reference = weakref.ref(model)
+    del model
+    gc.collect()
+    assert reference() is None
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_a_block_around_a_backward_holds_in_functions_of_the_scripts_own(
+    amp: ModuleType, level: str
+) -> None:
+    multiplied.clear()
+    prepared(amp, Model(), level)
+    x = torch.ones(2, 4, requires_grad=True)
+    made = Doubled.apply(x, MATRIX.clone().requires_grad_()).float().sum()
+    with core.disable_casts():
+        made.backward()
+    assert multiplied == [torch.float32]
