@@ -102,20 +102,26 @@ def captured(training: Training, warm_up: int = WARM_UP) -> cuda_graph.CapturedS
 EVENTS = st.lists(st.sampled_from(["step", "step", "overflow", "outside"]), max_size=3)
 
 
+def warmed_up(
+    amp: ModuleType, kind: str, is_captured: bool
+) -> tuple[Training, Callable[[], Tensor]]:
+    """Return a training after its first steps, and what makes one more: a graph, or itself."""
+    training = Training(amp, kind)
+    training.load(0)
+    if is_captured:
+        return training, cuda_graph.capture(training.step, warm_up=WARM_UP).replay
+    for _ in range(WARM_UP):
+        training.step()
+    return training, training.step
+
+
 def test_replays_are_the_steps_themselves(amp: ModuleType, cuda: FakeCuda) -> None:
     @trains()
     @given(st.sampled_from(list(KINDS)), EVENTS)
     def run(kind: str, events: list[str]) -> None:
         histories = []
         for is_captured in (False, True):
-            training = Training(amp, kind)
-            training.load(0)
-            make_step: Callable[[], Tensor] = training.step
-            if is_captured:
-                make_step = cuda_graph.capture(training.step, warm_up=WARM_UP).replay
-            else:
-                for _ in range(WARM_UP):
-                    training.step()
+            training, make_step = warmed_up(amp, kind, is_captured)
             history = [training.state()]
             for number, event in enumerate(events):
                 overflows = event == "overflow" and not kind.startswith(("O4", "O5"))
@@ -341,14 +347,7 @@ REPLAY, STEP = "replay", "step"
 
 def after_events(amp: ModuleType, kind: str, events: list[Any], is_captured: bool) -> list[Any]:
     """Return the state after these events, of which replays are steps without a graph."""
-    training = Training(amp, kind)
-    training.load(0)
-    replay: Callable[[], object] = training.step
-    if is_captured:
-        replay = cuda_graph.capture(training.step, warm_up=WARM_UP).replay
-    else:
-        for _ in range(WARM_UP):
-            training.step()
+    training, replay = warmed_up(amp, kind, is_captured)
     for number, event in enumerate(events):
         training.load(number)
         if event in (REPLAY, STEP):
