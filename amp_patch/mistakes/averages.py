@@ -68,7 +68,7 @@ def _lerp_in_place(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Move an average in fp32 towards a weight in half, as ``mul_`` and ``add_`` do."""
 
     @functools.wraps(original)
-    def lerp_(input: Tensor, end: Tensor, weight: Any = None, **kwargs: Any) -> Tensor:
+    def lerp_(input: Tensor, end: Tensor, weight: Any = None, **kwargs: Any) -> Any:
         return mixed(original, input, widened(input, end), weight, kwargs)
 
     return hide_from_torchscript(lerp_, original)

@@ -45,17 +45,14 @@ def mixing(function: Function) -> Function:
     return stand_for(lerp, function)
 
 
-def mixed(function: Function, input: Tensor, end: Tensor, weight: Any, kwargs: Kwargs) -> Tensor:
+def mixed(function: Function, input: Tensor, end: Tensor, weight: Any, kwargs: Kwargs) -> Any:
     """Call torch's function of an average, what is mixed in, and perhaps a weight in half."""
     if weight is None:  # which torch refuses
-        return function(input, end, **kwargs)  # type: ignore[no-any-return]
+        return function(input, end, **kwargs)
     if isinstance(weight, Tensor):
         weight = widened(input, weight)
     # Some optimizers call it for each parameter: to hand on no dict takes a tenth less.
-    found: Tensor = (
-        function(input, end, weight, **kwargs) if kwargs else function(input, end, weight)
-    )
-    return found
+    return function(input, end, weight, **kwargs) if kwargs else function(input, end, weight)
 
 
 def widened(mean: Tensor, weight: Tensor) -> Tensor:
