@@ -12,16 +12,6 @@ from torch.optim import SGD, AdamW, Optimizer
 from amp_patch.step.optimizer_backward import OptimizerBackward
 
 
-@pytest.fixture
-def optimizer() -> Optimizer:
-    return SGD([nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1))], lr=1.0)
-
-
-@pytest.fixture
-def backward(optimizer: Optimizer) -> OptimizerBackward:
-    return backward_of(optimizer)
-
-
 def test_without_its_optimizer_it_skips_nothing() -> None:
     assert not backward_of(SGD([nn.Parameter(torch.zeros(1))])).skips_by_flag
 

@@ -3,20 +3,9 @@
 import pytest
 import torch
 from one_optimizer import backward_of, make_pass
-from torch import nn
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
 from amp_patch.step.optimizer_backward import OptimizerBackward
-
-
-@pytest.fixture
-def optimizer() -> Optimizer:
-    return SGD([nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1))], lr=1.0)
-
-
-@pytest.fixture
-def backward(optimizer: Optimizer) -> OptimizerBackward:
-    return backward_of(optimizer)
 
 
 def write(backward: OptimizerBackward) -> None:

@@ -1,6 +1,5 @@
 """What `amp.deactivate` leaves of the gradients of an optimizer."""
 
-import pytest
 import torch
 from one_optimizer import backward_of, gradients, make_pass
 from torch import nn
@@ -8,16 +7,6 @@ from torch.optim import SGD, Optimizer
 
 from amp_patch.step.optimizer_backward import OptimizerBackward
 from amp_patch.step.release import release
-
-
-@pytest.fixture
-def optimizer() -> Optimizer:
-    return SGD([nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1))], lr=1.0)
-
-
-@pytest.fixture
-def backward(optimizer: Optimizer) -> OptimizerBackward:
-    return backward_of(optimizer)
 
 
 def test_release_unscales_what_was_left_scaled(
