@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import types
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 from forked_run import ForkedRun, write_script
 from hypothesis import given
 from hypothesis import strategies as st
 from support import examples
+from torch import nn
 
 from amp_patch import rules_file
 from amp_patch.casting.rules import PROFILES
 from amp_patch.levels import OPT_LEVELS
+from amp_patch.step.skip import Skip
 from amp_patch.tools.command_line import main
 from amp_patch.tools.compare import runs
 from amp_patch.tools.launch import python_command
@@ -294,6 +298,38 @@ def test_a_file_that_a_run_fails_with_is_told_with_the_error(tmp_path: Path, mon
     code, output = tuned(*options, "--", write_script(tmp_path))
     assert code == 1
     assert "A run with it failed: OSError: no disk." in output
+
+
+def test_a_run_that_spoils_its_buffers_is_of_no_use_but_where_fp32_does_it_too(
+    tmp_path: Path, monkeypatch
+) -> None:
+    written = []
+    monkeypatch.setattr(trials.ScriptTrials, "_run", lambda self, setting, timed: (tmp_path, None))
+    runner = trials.ScriptTrials(trials.Script(["x.py"], None), tmp_path, None)
+    steps = types.SimpleNamespace(write=written.append)
+
+    def metric(level: str, mean: float) -> Outcome:
+        written.clear()
+        losses = recorder.Losses(steps)
+        model = nn.BatchNorm1d(2)
+        losses.prepared([model])
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        losses.scaled(torch.ones(()), 1.0, 0, [optimizer])
+        losses.stepped(optimizer, Skip(print))
+        model.running_mean.fill_(mean)
+        losses.look_at_buffers()
+        lines = "".join(json.dumps(line) + "\n" for line in written)
+        (tmp_path / "steps-rank0.jsonl").write_text(lines, encoding="utf-8")
+        return runner.metric(Setting(level))
+
+    assert metric("O0", 1.0) == metric("O3", 1.0)
+    found = metric("O3", float("inf"))
+    assert found.failure == (
+        "running_mean of the model itself (BatchNorm1d) holds inf, in float32, and evaluations "
+        "with it are wrong"
+    )
+    metric("O0", float("inf"))
+    assert metric("O3", float("inf")).failure is None
 
 
 @pytest.mark.parametrize("warm_loss", [1.0, 1.1])

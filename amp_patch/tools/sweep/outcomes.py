@@ -55,6 +55,7 @@ class Run:
         seconds: how long the process lived.
         steps: of the first rank.
         about: what the process ran in, see `recorder.about`.
+        spoiled: buffers that the training has made inf or NaN, see `tools.buffer_looks`.
         unlike_skips: the steps, from 1, that some ranks skipped and others made.
     """
 
@@ -64,6 +65,7 @@ class Run:
     seconds: float = 0.0
     steps: list[Step] = field(default_factory=list)
     about: dict[str, Any] = field(default_factory=dict)
+    spoiled: list[str] = field(default_factory=list)
     unlike_skips: list[int] = field(default_factory=list)
 
     @property

@@ -27,6 +27,7 @@ from amp_patch.step.observers import StepObserver
 from amp_patch.step.skip import Skip
 from amp_patch.tools import child
 from amp_patch.tools.at_end import at_end
+from amp_patch.tools.buffer_looks import BufferLooks
 from amp_patch.tools.optimizer_numbers import OptimizerNumbers
 from amp_patch.tools.step_limit import PATIENCE
 
@@ -69,6 +70,7 @@ class Recorder(StepObserver):
     def __init__(self, session: Any, lines: child.Lines, most: int | None) -> None:
         self._session, self._lines, self._most = session, lines, most
         self._numbers = OptimizerNumbers()
+        self._buffers = BufferLooks(lines.write)
         self._heard = _Heard()
         self._round = Step()
         self._stepped: set[int] = set()
@@ -85,6 +87,8 @@ class Recorder(StepObserver):
         if self._stepped:
             self._close()
             self._round.training += 1
+        with self._aside():
+            self._buffers.follow(models)
 
     def scaled(
         self,
@@ -152,6 +156,8 @@ class Recorder(StepObserver):
         if self._has_ended:
             return
         self._has_ended = True
+        with contextlib.suppress(RuntimeError):  # of a device that has failed
+            self._buffers.look()
         if self._counting is not None:
             self._end_counting(self._counting[0])
         if self._stepped and not self._is_over:
@@ -181,6 +187,7 @@ class Recorder(StepObserver):
         self._round, self._stepped = Step(training=self._round.training), set()
         if self._written == self._most:
             self._is_over = True
+            self._buffers.look()
             self._lines.write({"done": self._written})
             raise SystemExit(0)
 
@@ -190,6 +197,8 @@ class Recorder(StepObserver):
             at_end(self.end)  # before the file is closed, which was registered just now
         self._written += 1
         self._lines.write(self._round.as_line())
+        with self._aside():
+            self._buffers.step()
 
     def _begin_counting(self, number: int, step: Step) -> None:
         """Count tensors until this optimizer steps again, once, after a step that was made.

@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from amp_patch.tools.recorded import SPOILED
+
 #: The name of the files, before the rank.
 NAME = "steps"
 
@@ -80,6 +82,7 @@ class Recording:
     Attributes:
         about: of the process, see `recorder.about`; empty before its first step.
         steps: closed ones.
+        spoiled: buffers that the training has made inf or NaN, see `tools.buffer_looks`.
         done: it made the steps that were asked for, and ended the script.
         ended: it came to the end of its Python.
         initialized: what had become of amp by then: "no", "disabled" or "yes".
@@ -87,6 +90,7 @@ class Recording:
 
     about: dict[str, Any] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
+    spoiled: list[str] = field(default_factory=list)
     done: bool = False
     ended: bool = False
     initialized: str = "no"
@@ -105,6 +109,8 @@ class Recording:
         """Take in one line of the file."""
         if "about" in line:
             self.about = line["about"]
+        elif SPOILED in line:
+            self.spoiled.append(line[SPOILED])
         elif "done" in line:
             self.done = True
         elif "end" in line:

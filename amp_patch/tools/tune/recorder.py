@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from types import ModuleType
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_patch.step.observers import StepObserver
 from amp_patch.step.skip import Skip
 from amp_patch.tools import child
+from amp_patch.tools.buffer_looks import BufferLooks
 from amp_patch.tools.optimizer_numbers import OptimizerNumbers
 from amp_patch.tools.same_random import SameRandomNumbers
 from amp_patch.tools.step_limit import StepLimit
@@ -26,8 +27,9 @@ def start(module: ModuleType) -> None:
     if not options["timed"]:
         SameRandomNumbers().__enter__()
     observers = module.session.observers
-    observers.attach(Clock(lines) if options["timed"] else Losses(lines))
-    observers.attach(StepLimit(options["steps"] or 0, at_end=lambda: None))
+    losses = Losses(lines)
+    observers.attach(Clock(lines) if options["timed"] else losses)
+    observers.attach(StepLimit(options["steps"] or 0, at_end=losses.look_at_buffers))
 
 
 #: Steps and seconds after which the time of a step is known.
@@ -62,15 +64,21 @@ class Clock(StepObserver):
 class Losses(StepObserver):
     """Notes the loss of each step, a mean where several were scaled, and whether it was skipped.
 
+    And buffers that are inf or NaN, see `tools.buffer_looks`.
+
     Args:
         lines: gets a line for each step.
     """
 
     def __init__(self, lines: child.Lines) -> None:
-        self._lines = lines
+        self._lines, self._buffers = lines, BufferLooks(lines.write)
         self._numbers = OptimizerNumbers()
         self._waiting: weakref.WeakKeyDictionary[Optimizer, list[Tensor]]
         self._waiting = weakref.WeakKeyDictionary()
+
+    def prepared(self, models: Sequence[nn.Module]) -> None:
+        """See `StepObserver`."""
+        self._buffers.follow(models)
 
     def scaled(
         self, loss: Tensor, scale: float | Tensor, scaler_id: int, optimizers: Sequence[Optimizer]
@@ -85,3 +93,8 @@ class Losses(StepObserver):
         values = [float(loss) for loss in self._waiting.pop(optimizer, [])]
         loss = sum(values) / len(values) if values else None
         self._lines.write({"optimizer": number, "loss": loss, "skipped": skip.was_skipped})
+        self._buffers.step()
+
+    def look_at_buffers(self) -> None:
+        """Note those that are inf or NaN when the script is ended."""
+        self._buffers.look()

@@ -17,7 +17,7 @@ from amp_patch.tools.compare import runs
 from amp_patch.tools.compare.comparison import Comparison, compare
 from amp_patch.tools.launch import ScriptRun, filled, run_to_end
 from amp_patch.tools.process import start_process
-from amp_patch.tools.recorded import read_lines
+from amp_patch.tools.recorded import SPOILED, is_spoiled, read_lines
 from amp_patch.tools.warm import WarmPython
 
 from .outcome import Outcome, outcome_of_losses, outcome_of_output, over_ranks, progress
@@ -71,7 +71,7 @@ class ScriptTrials:
         self._end = None if budget is None else time.monotonic() + budget
         self._count, self._has_compared = 0, False
         self._longest: float | None = None
-        self._keeps_a_run = True
+        self._keeps_a_run, self._spoils_in_fp32 = True, False
         self._steps: list[dict[str, Any]] = []
 
     def metric(self, setting: Setting | Path) -> Outcome:
@@ -94,13 +94,21 @@ class ScriptTrials:
 
     def _metric(self, setting: Setting | Path) -> Outcome:
         folder, error = self._run(setting, timed=False)
-        self._steps = over_ranks([read_lines(path) for path in _paths(folder)])
+        lines = [read_lines(path) for path in _paths(folder)]
+        self._steps = over_ranks([[one for one in rank if SPOILED not in one] for rank in lines])
         if self._script.metric is None:
             if not self._steps and error is None:
                 error = untrained.reason_in(folder)
-            return outcome_of_losses(self._steps, error)
+            spoiled = [one[SPOILED] for rank in lines for one in rank if SPOILED in one]
+            return outcome_of_losses(self._steps, error or self._why_spoiled(setting, spoiled))
         text = (folder / "log.txt").read_text(encoding="utf-8", errors="replace")
         return outcome_of_output(text, self._script.metric, error)
+
+    def _why_spoiled(self, setting: Setting | Path, spoiled: Sequence[str]) -> str | None:
+        """Return why a run's buffers make it useless; None where fp32 spoils some, too."""
+        if isinstance(setting, Setting) and setting.level == "O0":
+            self._spoils_in_fp32 = bool(spoiled)
+        return is_spoiled(spoiled[0]) if spoiled and not self._spoils_in_fp32 else None
 
     def seconds(self, setting: Setting) -> float | None:
         """Run at a setting as it is, and return the seconds of a step; None where that failed.

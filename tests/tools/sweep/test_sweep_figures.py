@@ -160,6 +160,19 @@ def test_losses_that_end_near_0_are_compared_by_what_they_fell() -> None:
     assert verdicts.verdict_of(rounds, references, 0.05).kind == verdicts.OK
 
 
+def test_a_level_that_makes_statistics_infinite_is_not_ok_whatever_its_loss() -> None:
+    run, reference = made_run("O3", FALLING), made_run("O0", FALLING)
+    run.spoiled = ["running_var of `bn` (BatchNorm2d) holds inf, in float16"]
+    found = verdicts.verdict_of([run], [reference], tolerance=0.05)
+    assert (found.kind, found.reason) == (
+        verdicts.DEVIATES,
+        f"{run.spoiled[0]}, and evaluations with it are wrong",
+    )
+    reference.spoiled = run.spoiled
+    assert verdicts.verdict_of([run], [reference], tolerance=0.05).kind == verdicts.OK
+    assert verdicts.verdict_of([reference], [reference], tolerance=0.05).kind == verdicts.OK
+
+
 @pytest.mark.parametrize("references", [[], [made_run("O0", [NAN] * 9)]])
 def test_without_a_reference_nothing_is_compared(references) -> None:
     verdict = verdicts.verdict_of([made_run("O1", FALLING)], references, 0.05)

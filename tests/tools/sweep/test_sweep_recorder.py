@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +19,9 @@ from amp_patch.patching import Patches
 from amp_patch.session import session
 from amp_patch.tools import child
 from amp_patch.tools.sweep.memory import LivingTensors
+from amp_patch.tools.sweep.outcomes import Run
 from amp_patch.tools.sweep.recorder import Recorder
+from amp_patch.tools.sweep.runs import take
 from amp_patch.tools.sweep.steps import Folder, Recording
 
 MEBIBYTE = 2**20
@@ -69,6 +72,42 @@ def train_step(
         losses.append(loss.item())
     optimizer.step()
     return losses
+
+
+@pytest.mark.parametrize("at", [1, 6])
+def test_a_buffer_that_is_made_inf_is_told_once(amp, start: Start, tmp_path: Path, at: int) -> None:
+    """Also of a model that is gone when the process ends; a mask is no statistic."""
+    recorder = start()
+    model = nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2))
+    model.register_buffer("mask", torch.full((2,), -math.inf))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O3", verbosity=0)
+    for step in range(1, 8):
+        if step == at:
+            model[1].running_var.fill_(math.inf)
+        train_step(amp, model, optimizer)
+    if at == 1:
+        del model, optimizer
+        gc.collect()
+    (title,) = recorded(recorder, tmp_path).spoiled
+    assert title == "running_var of `1` (BatchNorm1d) holds inf, in float16"
+
+
+def test_what_is_made_inf_by_the_last_step_is_told(amp, start: Start, tmp_path: Path) -> None:
+    start(most=3)
+    model = nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O4", verbosity=0)
+    for _ in range(3):
+        train_step(amp, model, optimizer)
+    model[1].running_mean.fill_(math.nan)
+    with pytest.raises(SystemExit) as end:
+        train_step(amp, model, optimizer)
+    del model, optimizer, end
+    gc.collect()
+    run = Run("O4", 1)
+    take(run, Folder(tmp_path))
+    assert run.spoiled == ["running_mean of `1` (BatchNorm1d) holds NaN, in float32"]
 
 
 @pytest.mark.parametrize("level", LEVELS)
