@@ -104,7 +104,8 @@ def refuse_unstorable(models: Iterable[nn.Module]) -> None:
 
     Raises:
         RuntimeError: a lazy module (`nn.LazyLinear`), which has none yet; inference tensors, which
-            do not tell of writes.
+            do not tell of writes; what optimizers step in the backward, by hooks on nodes that a
+            parameter of another dtype does not have.
     """
     for model in models:
         for name, param in model.named_parameters():
@@ -119,6 +120,13 @@ def refuse_unstorable(models: Iterable[nn.Module]) -> None:
                     "models must be made outside of torch.inference_mode() for amp.initialize() to "
                     f"store them in half precision; got {name!r}, an inference tensor. Call "
                     "amp.initialize(copy.deepcopy(model), ...) outside of it."
+                )
+            if getattr(param, "_in_backward_optimizers", None):
+                raise RuntimeError(
+                    "models must come without optimizers that step in the backward, for these "
+                    "never hear of a parameter that amp.initialize() stores in half precision; got "
+                    f"{name!r} after _apply_optimizer_in_backward(). Call amp.initialize(model, "
+                    "opt_level='O1'), or 'O4', or step after the backward."
                 )
 
 

@@ -303,13 +303,20 @@ class OptimizerBackward:
         if are_awaited or self.gradients.scaled.scale is not None:
             if goes_on:
                 return
+            self._take_delayed(caller)
+        self.shown.receive_unscaled()
+
+    def _take_delayed(self, caller: str) -> None:
+        """Give masters what was left for a further backward, where nothing has multiplied it."""
+        scale = self.gradients.scaled.scale
+        if scale is None or not is_one(scale):
             raise RuntimeError(
                 f"{caller} needs unscaled gradients; the last scale_loss(..., "
                 "delay_unscale=True) or one under no_sync(), or a GradScaler's scale(), left them "
                 "scaled. Leave both out in the last scale_loss() before it, or call "
                 "scaler.unscale_(optimizer), or clear them with optimizer.zero_grad()."
             )
-        self.shown.receive_unscaled()
+        self.gradients.finish(self.gradients.receive(self.pairs(), scale))
 
     def _refuse_foreign(self, caller: str, among: Container[int] | None) -> None:
         pairs = self.pairs()

@@ -183,6 +183,33 @@ def test_a_model_that_was_made_in_inference_mode_is_refused() -> None:
     arguments.refuse_unstorable([copy.deepcopy(model)])
 
 
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O4", "O5"])
+def test_optimizers_that_step_in_the_backward_are_refused_where_they_would_never_step(
+    amp: ModuleType, level: str
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch compiles its functional optimizers by torch.jit
+        from torch.distributed.optim import _apply_optimizer_in_backward
+    model = nn.Linear(2, 2)
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 1.0})
+    options = {"opt_level": level, "loss_scale": 1.0, "verbosity": 0}
+    if level in ("O1", "O4"):
+        amp.initialize(model, **options)
+        before = model.bias.detach().clone()
+        model(torch.ones(1, 2)).sum().backward()
+        assert torch.equal(model.bias, before - 1)
+        return
+    message = (
+        "models must come without optimizers that step in the backward, for these never hear of a "
+        "parameter that amp.initialize() stores in half precision; got 'weight' after "
+        "_apply_optimizer_in_backward(). Call amp.initialize(model, opt_level='O1'), or 'O4', or "
+        "step after the backward."
+    )
+    with pytest.raises(RuntimeError, match=exactly(message)):
+        amp.initialize(model, **options)
+    assert model.weight.dtype is torch.float32
+
+
 COMPILED: dict[str, Callable[[nn.Module], nn.Module]] = {
     "script": torch.jit.script,
     "trace": lambda model: torch.jit.trace(model, torch.ones(2, 2)),

@@ -7,6 +7,7 @@ import pickle
 import weakref
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from linear_training import (
     train_step,
 )
 from support import allocations, exactly, scaled_backward
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
@@ -231,6 +232,48 @@ def test_scaled_gradients_are_refused(amp: ModuleType, call: str) -> None:
         optimizer.step() if call == "step" else amp.clip_grad_norm_(optimizer, 1.0)
     optimizer.zero_grad()
     train_step(amp, model, optimizer)
+
+
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("micro_batches", [(True,), (True, True), (True, False, True)])
+@pytest.mark.parametrize(
+    ("level", "options"),
+    [
+        ("O1", {"loss_scale": 1.0}),
+        ("O2", {"loss_scale": 1.0}),
+        ("O4", {}),
+        ("O5", {}),
+        ("O5", {"fused_step": True}),
+    ],
+)
+def test_what_a_scale_of_one_has_left_is_stepped(
+    amp: ModuleType,
+    level: str,
+    options: dict[str, Any],
+    micro_batches: tuple[bool, ...],
+    clips: bool,
+) -> None:
+    """As at the end of an epoch, whose last micro-batch says that another one follows."""
+
+    def weights_of(level: str, **options: Any) -> Tensor:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+        for step in range(3):
+            for number, delays in enumerate(micro_batches, step):
+                loss = model(torch.full((2, 4), 0.5 * number + 1)).float().square().sum()
+                with amp.scale_loss(loss, optimizer, delay_unscale=delays) as scaled_loss:
+                    scaled_loss.backward()
+            if clips:
+                nn.utils.clip_grad_norm_(amp.master_params(optimizer), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        (weight, _) = amp.master_params(optimizer)
+        amp.deactivate()
+        return weight.detach().clone()
+
+    torch.testing.assert_close(weights_of(level, **options), weights_of("O0"), rtol=0.02, atol=0.01)
 
 
 # --- learning-rate schedulers ---
