@@ -104,7 +104,7 @@ class Session:
     Attributes:
         cache: has the casts of weights.
         casts: makes the wrappers that functions are patched with.
-        store: has the fp32 values of half weights.
+        values: has the fp32 values of half weights.
         state_dicts: writes and reads those of models in half.
         models, optimizers, functions: what was done to each.
         libraries: the functions of other libraries; their rules outlive the session.
@@ -124,7 +124,7 @@ class Session:
     def __init__(self) -> None:
         self.cache = WeightCache()
         self.casts = Casts(self.cache)
-        self.store = FP32Values()
+        self.values = FP32Values()
         self.observers = Observers()
         self.was_used = False
         self._registered: dict[tuple[int, str], tuple[Any, str, str]] = {}
@@ -137,16 +137,16 @@ class Session:
         self.casts.observer = None
         self.scalers: list[LossScaler] = []
         self.history = History()
-        self.state_dicts = StateDicts(self.store)
+        self.state_dicts = StateDicts(self.values)
         self.verbosity: int | str = 1
         self.initialized = False
         self.functions = PatchedFunctions(self.casts, self._registered)
-        self.models = PreparedModels(self.store, self.cache, _HOOKS)
+        self.models = PreparedModels(self.values, self.cache, _HOOKS)
         self.optimizers = PreparedOptimizers(self.scalers, self.announce, self.observers)
         self.lookup = Lookup(
-            self.optimizers, self.models.stored_in_half, self.store, lambda: self.initialized
+            self.optimizers, self.models.stored_in_half, self.values, lambda: self.initialized
         )
-        self.guard = Guard(self.models, self.optimizers, self.store, self.cache.mark_stale)
+        self.guard = Guard(self.models, self.optimizers, self.values, self.cache.mark_stale)
         self.passes = BackwardPasses(
             self.scalers,
             self.models,
@@ -201,19 +201,19 @@ class Session:
             self._patch_functions(models, level, rules, tells_casts, on_error)
             if level.casts_functions or level.stores_half:
                 self.cpu_sums.install_for(models, on_error)
-            on_error.callback(self.store.end_conversion)
+            on_error.callback(self.values.end_conversion)
             self.models.set_up(models, level, stepped, rules_of_each, on_error)
             self.optimizers.set_up(
                 optimizers,
                 level,
-                self.store,
+                self.values,
                 scale_rule,
                 num_losses,
                 fused_step,
                 functools.partial(ranks_given, process_group, models),
                 on_error,
             )
-            self.store.end_conversion()
+            self.values.end_conversion()
             self.functions.follow_models(self._casting_dtypes())
             self.libraries.reach(self.models.in_half())  # it may have put functions back there
             self.methods.follow(models)
@@ -326,7 +326,7 @@ class Session:
             self._torch_patches,
             self._note_data_read,
             self._note_data_set,
-            self.store.note_alias,
+            self.values.note_alias,
         )
         self.guard.follow_imports(self._torch_patches)
         torch_compile.compile_nothing_of_ours_alone(self._torch_patches)
@@ -380,7 +380,7 @@ class Session:
                 self._undo_the_rest(left)
             else:
                 self.cache.clear()
-                self.store.clear()
+                self.values.clear()
                 self._reset()
 
     def call_at_deactivate(self, undo: Callable[[], object], of: object = None) -> None:
@@ -398,10 +398,10 @@ class Session:
         if param.dtype is torch.float32:  # as masters are: no half weight asks all optimizers
             self.optimizers.note_data_read(param)
         else:
-            self.store.doubt(param)
+            self.values.doubt(param)
 
     def _note_data_set(self, param: nn.Parameter, new: Tensor) -> None:
-        self.store.note_set(param, new)
+        self.values.note_set(param, new)
         if param.dtype is torch.float32:
             self.optimizers.note_data_set(param)
 
@@ -411,8 +411,8 @@ class Session:
         Args:
             model: whose forward comes next; None: any may.
         """
-        if self.store.handed_out.are_held:
-            self.store.handed_out.take_over(None if model is None else model.modules())
+        if self.values.handed_out.are_held:
+            self.values.handed_out.take_over(None if model is None else model.modules())
         self.optimizers.publish_writes()
 
     def settle(self) -> None:
@@ -501,8 +501,8 @@ def _stepping(optimizers: Sequence[Optimizer], level: OptLevel) -> list[Optimize
 
 
 def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if session.store.handed_out.are_held:
-        session.store.handed_out.take_over()
+    if session.values.handed_out.are_held:
+        session.values.handed_out.take_over()
     session.guard.before_step(optimizer)
     step = session.optimizers.of_stepped(optimizer)
     if step is not None:

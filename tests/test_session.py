@@ -122,7 +122,7 @@ def observed_process() -> list[Any]:
         session.verbosity,
         session.casts.observer,
         session.initialized,
-        len(session.store._values),
+        len(session.values._values),
         {id(model): level.name for model, level in session.models.levels.items()},
         len(session.optimizers.steps),
     ]
@@ -289,7 +289,7 @@ def test_nothing_of_a_hundred_dropped_models_is_kept(amp: ModuleType, level: str
         "levels": len(session.models.levels),
         "steps": len(session.optimizers.steps),
         "state hooks": len(session.models._state_hooks),
-        "store": len(session.store._values),
+        "values": len(session.values._values),
         "cache": len(session.cache),
         "owners": len(session.cache._owners),
     }

@@ -25,8 +25,8 @@ _CLASS = "torch.optim.swa_utils.AveragedModel"
 class _ExactModel:
     """A model's parameters and buffers as an average is to read them: in fp32."""
 
-    def __init__(self, model: nn.Module, store: FP32Values) -> None:
-        self._model, self._store = model, store
+    def __init__(self, model: nn.Module, values: FP32Values) -> None:
+        self._model, self._values = model, values
 
     def parameters(self) -> Iterator[Tensor]:
         """Yield the fp32 value of each parameter in half, and the others."""
@@ -38,17 +38,17 @@ class _ExactModel:
 
     def _exact(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         halves = [tensor for tensor in tensors if tensor.dtype in HALVES]
-        exact = dict(zip(map(id, halves), self._store.exact_ones(halves), strict=True))
+        exact = dict(zip(map(id, halves), self._values.exact_ones(halves), strict=True))
         return [exact[id(one)].float() if id(one) in exact else one for one in tensors]
 
 
 def replacements(
-    store: FP32Values, models: Callable[[], Iterable[nn.Module]]
+    values: FP32Values, models: Callable[[], Iterable[nn.Module]]
 ) -> dict[str, Callable[[Any], Any]]:
     """Return, for each method by its path, what makes its replacement.
 
     Args:
-        store: the fp32 values.
+        values: the fp32 values.
         models: returns the models that are stored in half.
     """
 
@@ -57,7 +57,7 @@ def replacements(
         def update_parameters(self: nn.Module, model: nn.Module) -> None:
             inside = set(map(id, model.modules()))
             in_half = any(id(one) in inside for one in models())
-            original(self, _ExactModel(model, store) if in_half else model)
+            original(self, _ExactModel(model, values) if in_half else model)
 
         return update_parameters
 

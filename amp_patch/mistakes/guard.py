@@ -61,7 +61,7 @@ class Guard:
     """Looks out for mistakes.
 
     Args:
-        models, optimizers, store: of the session.
+        models, optimizers, values: of the session.
         after_lone: see `Backwards`.
 
     Attributes:
@@ -77,10 +77,10 @@ class Guard:
         self,
         models: PreparedModels,
         optimizers: PreparedOptimizers,
-        store: FP32Values,
+        values: FP32Values,
         after_lone: Callable[[], None],
     ) -> None:
-        self._models, self._optimizers, self._store = models, optimizers, store
+        self._models, self._optimizers, self._values = models, optimizers, values
         self.unprepared = UnpreparedParams(lambda: self.backwards.plain, optimizers.steps)
         self.backwards = Backwards(
             optimizers.scaled_params,
@@ -93,7 +93,7 @@ class Guard:
             optimizers.param_of,
         )
         self._half_steps = HalfSteps()
-        self._copies = ExactCopies(store, models.in_half, optimizers.note_writes)
+        self._copies = ExactCopies(values, models.in_half, optimizers.note_writes)
         self.plain_averages = PlainAverages(optimizers.params)
         self.unsynced = Unsynced(lambda: self.backwards.begun)
         self.targets = RoundedTargets()
@@ -122,15 +122,15 @@ class Guard:
             **clearing.replacements(self._optimizers),
             **lost_scales.replacements(self._optimizers),
             **clipping.replacements(self._optimizers, self._refuse_clip),
-            **averages.replacements(self._store, self._models.in_half),
+            **averages.replacements(self._values, self._models.in_half),
             **self._of_late_modules(served),
             **conversions.replacements(lambda: self._models.levels, self._copies.exact_values),
             **hooks.replacements(self._scaled_models, self._optimizers.param_of),
             **split_backward.replacements(),
             **self.backwards.replacements(),
             **self._copies.replacements(),
-            **collective_writes.replacements(self._store, self._split_averages.look),
-            **sent_values.replacements(self._store, lambda: self._optimizers.have_shares),
+            **collective_writes.replacements(self._values, self._split_averages.look),
+            **sent_values.replacements(self._values, lambda: self._optimizers.have_shares),
             f"{unsynced.DDP}.__init__": self._noting_init,
             f"{unsynced.DDP}._pre_forward": self.unsynced.noting_forward,
         }
@@ -153,7 +153,7 @@ class Guard:
 
     def _of_late_modules(self, served: ServedScalers) -> dict[str, Callable[[Any], Any]]:
         made = checkpoints.replacements(self._optimizers)
-        made[late_sharding.FSDP] |= late_sharding.replacements(self._optimizers, self._store)
+        made[late_sharding.FSDP] |= late_sharding.replacements(self._optimizers, self._values)
         made[grad_scaler.SHARDED] = grad_scaler.sharded_replacements(served)
         backward = f"{unsynced.STAGES}._PipelineStageBase.backward_maybe_with_nosync"
         made[unsynced.STAGES] = {backward: self.unsynced.noting_backward}
@@ -241,7 +241,7 @@ class Guard:
         if optimizer not in steps and self._optimizers.originals_of(optimizer) not in steps:
             models, is_plain = list(self._models.levels), self.backwards.last_was_plain
             self.unprepared.refuse(optimizer, models, self._optimizers, is_plain)
-            self._half_steps.refuse(optimizer, self._store, self._optimizers)
+            self._half_steps.refuse(optimizer, self._values, self._optimizers)
         elif self.plain_averages:
             self.plain_averages.look()
 

@@ -25,7 +25,7 @@ class HalfSteps:
         self._told: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def refuse(
-        self, optimizer: Optimizer, store: FP32Values, optimizers: PreparedOptimizers
+        self, optimizer: Optimizer, values: FP32Values, optimizers: PreparedOptimizers
     ) -> None:
         """Raise before such a step if it would go wrong.
 
@@ -35,11 +35,11 @@ class HalfSteps:
         Raises:
             RuntimeError: it holds parameters of which another optimizer steps masters.
         """
-        halves = [one for one in params_of(optimizer) if one.dtype in HALVES and store.holds(one)]
+        halves = [one for one in params_of(optimizer) if one.dtype in HALVES and values.holds(one)]
         prepared = tuple(map(id, optimizers.steps.values()))
         if self._looked.get(optimizer) != prepared:
             self._looked[optimizer] = prepared
-            self._warn_of_masters(optimizer, store, optimizers)
+            self._warn_of_masters(optimizer, values, optimizers)
         if not halves or optimizer in self._told:
             return
         kind = type(optimizer).__name__
@@ -61,13 +61,13 @@ class HalfSteps:
         )
 
     def _warn_of_masters(
-        self, optimizer: Optimizer, store: FP32Values, optimizers: PreparedOptimizers
+        self, optimizer: Optimizer, values: FP32Values, optimizers: PreparedOptimizers
     ) -> None:
         """Warn where an optimizer steps masters that their own, which is gone, had in its groups.
 
         While that one lives, the model gets what is written to its masters.
         """
-        masters = store.params_by_master()
+        masters = values.params_by_master()
 
         def is_left(one: Tensor) -> bool:
             return id(one) in masters and optimizers.param_of(one) is one

@@ -19,7 +19,7 @@ FSDP = "torch.distributed.fsdp"
 
 
 def replacements(
-    optimizers: PreparedOptimizers, store: FP32Values
+    optimizers: PreparedOptimizers, values: FP32Values
 ) -> dict[str, Callable[[Any], Any]]:
     """Return what makes replacements of torch's functions that shard, which are in `FSDP`."""
 
@@ -27,7 +27,7 @@ def replacements(
         modules = module if isinstance(module, (list, tuple)) else [module]
         params = [p for one in modules if isinstance(one, nn.Module) for p in one.parameters()]
         stepped = set(map(id, optimizers.params()))
-        count = sum(id(param) in stepped or store.holds(param) for param in params)
+        count = sum(id(param) in stepped or values.holds(param) for param in params)
         if count:
             raise RuntimeError(
                 f"{call} must come before amp.initialize(), and before the optimizer is made, for "

@@ -32,7 +32,7 @@ class Lookup:
     Args:
         optimizers: those that were.
         in_half: returns the ids of parameters that are stored in half.
-        store: has the masters of these, also those of optimizers that are gone.
+        values: has the masters of these, also those of optimizers that are gone.
         is_initialized: returns whether anything was prepared.
 
     Attributes:
@@ -43,10 +43,10 @@ class Lookup:
         self,
         optimizers: PreparedOptimizers,
         in_half: Callable[[], Collection[int]],
-        store: FP32Values,
+        values: FP32Values,
         is_initialized: Callable[[], bool],
     ) -> None:
-        self._optimizers, self._in_half, self._store = optimizers, in_half, store
+        self._optimizers, self._in_half, self._values = optimizers, in_half, values
         self._is_initialized = is_initialized
         self.disabled = False
         self._untouched: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -103,12 +103,12 @@ class Lookup:
 
     def _mend_for(self, optimizer: Any) -> str:
         """Return what to call for an optimizer that comes later; a model in half takes none."""
-        late = {*self._in_half(), *self._store.params_by_master()}
+        late = {*self._in_half(), *self._values.params_by_master()}
         return _MEND_ANEW if any(id(param) in late for param in params_of(optimizer)) else _MEND
 
     def hold_masters(self, optimizers: Any) -> bool:
         """Return whether any that was not prepared holds masters, as one of another's groups."""
-        masters = self._store.params_by_master()
+        masters = self._values.params_by_master()
         others = [
             one
             for one in as_list(self._optimizers.originals_of(optimizers))

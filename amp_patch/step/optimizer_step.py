@@ -52,12 +52,12 @@ class OptimizerStep:
 
     Args:
         optimizer: held weakly; ``step``, ``zero_grad`` and ``add_param_group`` are replaced.
-        store: where the masters' fp32 values come from; None for levels without masters.
+        values: where the masters' fp32 values come from; None for levels without masters.
         scalers: the index of the loss scaler that each loss_id of this optimizer uses.
         announce: gets the message of each skipped step.
         observers: told of each step.
         running: gets the steps that run without a closure, for as long as they do.
-        fused: step by `FusedStep`, which knows its type; with a store only.
+        fused: step by `FusedStep`, which knows its type; with masters only.
         ranks: that step together; None: they follow from the parameters.
         steps_halves: step half parameters that have no masters; else these are refused when they
             are to be trained.
@@ -78,7 +78,7 @@ class OptimizerStep:
     def __init__(
         self,
         optimizer: Optimizer,
-        store: FP32Values | None,
+        values: FP32Values | None,
         scalers: dict[int, int],
         announce: Callable[[str], None],
         observers: Observers,
@@ -102,8 +102,8 @@ class OptimizerStep:
         wrapped = wrapped_by(optimizer)
         self.masters = (
             None
-            if store is None
-            else MasterWeights(optimizer, store, lazy, self._is_foreign, wrapped)
+            if values is None
+            else MasterWeights(optimizer, values, lazy, self._is_foreign, wrapped)
         )
         self._fused = None if lazy is None else FusedStep(optimizer, lazy, self.masters)
         self._lock = threading.RLock() if self.masters is None else self.masters.lock
@@ -177,16 +177,16 @@ class OptimizerStep:
             self.groups.when_added = fused.enter
             self._undo.append(fused.remove)
 
-    def follow_zero(self, zero: Optimizer, store: FP32Values) -> None:
+    def follow_zero(self, zero: Optimizer, values: FP32Values) -> None:
         """The optimizer is the local one of a `ZeroRedundancyOptimizer`, by which users step it.
 
         Args:
             zero: the latter.
-            store: see `ZeroShares`.
+            values: see `ZeroShares`.
         """
         self.groups.are_own = True
         self.state.save_masters(zero)
-        self._shares = ZeroShares(zero, store, self.backward, self.methods)
+        self._shares = ZeroShares(zero, values, self.backward, self.methods)
 
     def refuse_join(self, zero: Optimizer) -> None:
         """The user steps by this `ZeroRedundancyOptimizer`, whose steps may be skipped."""

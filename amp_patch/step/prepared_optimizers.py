@@ -72,7 +72,7 @@ class PreparedOptimizers:
         self,
         optimizers: Iterable[Optimizer],
         level: OptLevel,
-        store: FP32Values,
+        values: FP32Values,
         scale_rule: ScaleRule,
         num_losses: int,
         fused_step: bool,
@@ -85,7 +85,7 @@ class PreparedOptimizers:
             optimizers: none of them set up before. Of a `ZeroRedundancyOptimizer` that is to step
                 masters it is the local optimizer that is set up.
             level: says whether they step masters, and whether the models were cast.
-            store: where the masters' fp32 values come from.
+            values: where the masters' fp32 values come from.
             scale_rule: of each of the call's losses.
             num_losses: how many there are.
             fused_step: whether the optimizers step by `FusedStep`, which needs masters.
@@ -102,7 +102,7 @@ class PreparedOptimizers:
             on_error.callback(Attributes(changed.values()).restore)
             step = OptimizerStep(
                 optimizer,
-                store if level.master_weights else None,
+                values if level.master_weights else None,
                 scaler_ids,
                 self._announce,
                 self._observers,
@@ -117,7 +117,7 @@ class PreparedOptimizers:
             if is_zero(given) and (is_scaled or level.master_weights):
                 step.refuse_join(given)
             if optimizer is not given:
-                step.follow_zero(given, store)
+                step.follow_zero(given, values)
             else:
                 self._follow_given(step, given, together, level)
             if level.cast_model_type in HALVES:

@@ -24,7 +24,7 @@ class ZeroShares:
 
     Args:
         zero: held weakly; its ``add_param_group`` is replaced.
-        store: of fp32 values, which this rank keeps of its own share alone.
+        values: the fp32 values, of which this rank keeps those of its own share.
         backward: of the local optimizer.
         methods: that stand in the place of optimizers' own.
     """
@@ -32,12 +32,12 @@ class ZeroShares:
     def __init__(
         self,
         zero: Optimizer,
-        store: FP32Values,
+        values: FP32Values,
         backward: OptimizerBackward,
         methods: ReplacedMethods,
     ) -> None:
         self._zero = weakref.ref(zero)
-        self._store, self._backward, self._methods = store, backward, methods
+        self._values, self._backward, self._methods = values, backward, methods
         self._follow(zero)
         methods.replace(zero, "add_param_group", self._add, is_wrapped=True)
 
@@ -52,5 +52,5 @@ class ZeroShares:
     def _follow(self, zero: Optimizer) -> None:
         """Note what other ranks step: it has no values here, and gradients that nobody steps."""
         elsewhere = set(params_of(zero)).difference(self._backward.pairs().model)
-        self._store.forget(elsewhere)
+        self._values.forget(elsewhere)
         self._backward.gradients.elsewhere = list(elsewhere)

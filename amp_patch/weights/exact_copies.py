@@ -29,18 +29,18 @@ class ExactCopies:
     """Makes them.
 
     Args:
-        store: the fp32 values.
+        values: the fp32 values.
         models: returns the models that are stored in half.
-        note_writes: has the store know what was written by ``.data``.
+        note_writes: has `FP32Values` know what was written by ``.data``.
     """
 
     def __init__(
         self,
-        store: FP32Values,
+        values: FP32Values,
         models: Callable[[], Iterable[nn.Module]],
         note_writes: Callable[[], None],
     ) -> None:
-        self._store, self._models, self._note_writes = store, models, note_writes
+        self._values, self._models, self._note_writes = values, models, note_writes
 
     def replacements(self) -> dict[str, Callable[[Any], Any]]:
         """Return, for each method by its path, what makes its replacement."""
@@ -68,9 +68,9 @@ class ExactCopies:
         owners = self._owners() if halves else {}
         if not any(id(one) in owners for one in halves):
             return {}
-        self._store.handed_out.take_over()
+        self._values.handed_out.take_over()
         self._note_writes()
-        return {id(one): self._store.exact(one) for one in halves if self._store.holds(one)}
+        return {id(one): self._values.exact(one) for one in halves if self._values.holds(one)}
 
     def _exact(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -80,7 +80,7 @@ class ExactCopies:
             if not isinstance(tensor, Tensor) or tensor.dtype not in HALVES:
                 return original(tensor, memo)
             if _COPYING not in memo:
-                self._store.handed_out.take_over()
+                self._values.handed_out.take_over()
                 self._note_writes()
                 memo[_COPYING] = _Copying(self._owners())
             copying = memo[_COPYING]
@@ -97,12 +97,12 @@ class ExactCopies:
         self, tensor: Tensor, copying: _Copying, memo: dict[Any, Any]
     ) -> Tensor | None:
         """Return the copy that an optimizer, which was copied before the model, has of a master."""
-        master = self._store.value_of(tensor)
+        master = self._values.value_of(tensor)
         if master is None or not copying.has_owner_of(tensor, memo):
             return None
         copied: Tensor | None = memo.get(id(master))
         if copied is not None:
-            set_data(copied, self._store.exact(tensor).to(torch.float32, copy=True))
+            set_data(copied, self._values.exact(tensor).to(torch.float32, copy=True))
         return copied
 
     def _note(
@@ -120,8 +120,8 @@ class ExactCopies:
         waiting, copying.waiting = copying.waiting, []
         for one, its_copy in waiting:
             if copying.has_owner_of(one, memo):
-                set_data(its_copy, self._store.exact(one).to(torch.float32, copy=True))
-                master = self._store.value_of(one)
+                set_data(its_copy, self._values.exact(one).to(torch.float32, copy=True))
+                master = self._values.value_of(one)
                 if master is not None:
                     memo.setdefault(id(master), its_copy)
             else:

@@ -85,7 +85,7 @@ class PreparedModels:
     """The initialized models, held weakly, each at the level of its last call.
 
     Args:
-        store: gets the fp32 values of what is stored in half and will be stepped.
+        values: gets the fp32 values of what is stored in half and will be stepped.
         cache: gets the models whose weights are cast (O1, O4).
         hooks: what the hooks on models call.
 
@@ -94,8 +94,8 @@ class PreparedModels:
         numbers: of each model, in the order in which they came.
     """
 
-    def __init__(self, store: FP32Values, cache: WeightCache, hooks: ModelHooks) -> None:
-        self._store = store
+    def __init__(self, values: FP32Values, cache: WeightCache, hooks: ModelHooks) -> None:
+        self._values = values
         self._cache = cache
         self._hooks = hooks
         self.levels: ModuleTable[OptLevel] = ModuleTable()
@@ -155,7 +155,7 @@ class PreparedModels:
                 in_float |= module_rules.keeps_buffers(model, own.precisions, norms)
                 in_float |= module_rules.in_float_by_library(model)
                 originals = self._store_as(level.cast_model_type, model, level, stepped, in_float)
-                on_error.callback(self._store.forget, originals)
+                on_error.callback(self._values.forget, originals)
                 on_error.callback(self._converted.pop, model, None)
                 if model in self._converted:
                     follow_parameters(model)
@@ -180,18 +180,18 @@ class PreparedModels:
 
     def release(self) -> None:
         """Take every hook off; parameters in half hold their fp32 values again."""
-        self._store.handed_out.take_over()
+        self._values.handed_out.take_over()
         for model, level in list(self.levels.items()):
             if model in self._converted and level.cast_model_type is not None:
                 came_in_half, stored = self._converted[model], list(model.buffers())
-                half_storage.restore(model, level.cast_model_type, self._store.exact, came_in_half)
-                self._store.forget(stored)
+                half_storage.restore(model, level.cast_model_type, self._values.exact, came_in_half)
+                self._values.forget(stored)
                 del self._converted[model]
                 follow_parameters(model)
             self._detach(model)
-        for tensor in self._store.stored_halves():  # of dropped models, as a shared layer is
+        for tensor in self._values.stored_halves():  # of dropped models, as a shared layer is
             tensor.grad = None
-            set_data(tensor, self._store.exact(tensor))
+            set_data(tensor, self._values.exact(tensor))
 
     def refuse_sharded(self, models: Sequence[nn.Module], level: OptLevel) -> None:
         """Raise for models that are sharded in a way that does not go with a level.
@@ -288,16 +288,16 @@ class PreparedModels:
         if dtype in HALVES or params or came_in_half:
             self._converted[model] = came_in_half
         if dtype in HALVES:
-            self._store.add_stored([*params, *rounded])
+            self._values.add_stored([*params, *rounded])
             many_uses.forget_with(model, params)
         for buffer, original in rounded.items():
-            self._store.set_buffer(buffer, original)
+            self._values.set_buffer(buffer, original)
         for param, original in params.items():
             if original.dtype in HALVES:
-                self._store.set_frozen(param, original)
+                self._values.set_frozen(param, original)
             # A parameter that nothing trains needs no second copy in fp32.
             elif level.master_weights and (param.requires_grad or id(param) in stepped):
-                self._store.set_converted(param, original)
+                self._values.set_converted(param, original)
                 continue
             if original.grad is not None:
                 param.grad = original.grad.to(param.dtype)

@@ -15,14 +15,14 @@ from amp_patch.weights.fp32_values import FP32Values
 def test_what_others_step_has_no_value_here_also_where_it_is_added_later() -> None:
     own, other, later = (nn.Parameter(torch.ones(2, dtype=torch.half)) for _ in range(3))
     zero, local = SGD([own, other]), SGD([own])
-    store = FP32Values()
+    values = FP32Values()
     for param in (own, other, later):
-        store.set(param, param.detach().float())
+        values.set(param, param.detach().float())
     backward = OptimizerBackward(local, HeldParams(local, masters=None), None, Skip(print))
-    shares = ZeroShares(zero, store, backward, ReplacedMethods())
+    shares = ZeroShares(zero, values, backward, ReplacedMethods())
     assert [id(one) for one in backward.gradients.elsewhere] == [id(other)]
-    assert [store.holds(one) for one in (own, other, later)] == [True, False, True]
+    assert [values.holds(one) for one in (own, other, later)] == [True, False, True]
     zero.add_param_group({"params": [later]})
     assert {id(one) for one in backward.gradients.elsewhere} == {id(other), id(later)}
-    assert not store.holds(later)
+    assert not values.holds(later)
     del shares  # the replaced method does not hold it

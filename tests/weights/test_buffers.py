@@ -170,7 +170,7 @@ def test_a_copy_in_half_is_its_owners(amp: ModuleType) -> None:
 
 def test_what_half_precision_holds_costs_no_memory(amp: ModuleType) -> None:
     model, _ = made(amp, "O2")
-    held = {name for name, one in model.named_buffers() if session.store.holds(one)}
+    held = {name for name, one in model.named_buffers() if session.values.holds(one)}
     assert held == {"mean", "inv_freq"}
 
 

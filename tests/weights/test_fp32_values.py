@@ -21,7 +21,7 @@ THIRD = 1 / 3
 
 
 def entered(dtype: torch.dtype = torch.float16) -> tuple[FP32Values, nn.Parameter, Tensor]:
-    """Return a store that holds the value of one parameter, [1/3, 1/3], and both."""
+    """Return the values of one parameter, which is [1/3, 1/3], with both."""
     value = torch.full((2,), THIRD)
     param = nn.Parameter(value.to(dtype))
     values = FP32Values()

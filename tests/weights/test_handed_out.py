@@ -259,9 +259,9 @@ def test_masters_are_held_until_the_model_is_used(amp: ModuleType) -> None:
     model = nn.Linear(4, 4)
     amp.initialize(model, SGD(model.parameters(), lr=0.1), opt_level="O2", verbosity=0)
     model.state_dict()
-    assert session.store.handed_out.are_held
+    assert session.values.handed_out.are_held
     model(X)
-    assert not session.store.handed_out.are_held
+    assert not session.values.handed_out.are_held
 
 
 @pytest.mark.parametrize("level", HALF_OF)
