@@ -106,7 +106,7 @@ class ReceivedGradients:
         self.stepped = []  # which may keep small gradients alive
         # A step that unscales half gradients later refuses changed ones itself.
         are_read = self._lazy is None or not isinstance(self._lazy.source, HalfGradients)
-        if are_read and self._watched.passes_left:
+        if are_read and self._watched.looks.left:
             self._watched.note(params)
 
     def all_wait(self, grads: list[Tensor]) -> bool:
@@ -142,7 +142,7 @@ class ReceivedGradients:
     def note_again(self, params: list[Tensor]) -> None:
         """Note the gradients of some parameters as they are now, where they were noted before."""
         self._passes = [_as_they_are_now(row, params) for row in self._passes]
-        if self._watched.passes_left:
+        if self._watched.looks.left:
             self._watched.note(params)
 
     def params(self) -> list[Tensor]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from amp_patch import kernels
 from amp_patch.distributed.shards import local
-from amp_patch.early_looks import WATCHED
+from amp_patch.early_looks import EarlyLooks
 from amp_patch.kernels.graph_capture import captures
 from amp_patch.kernels.looks import same_numbers
 from amp_patch.weights.own_gradients import OwnGradients
@@ -40,7 +40,7 @@ class SteppedGradients:
 
     def __init__(self, used: UsedGradients, own: OwnGradients) -> None:
         self._used, self._own = used, own
-        self._waits, self._looks_left = False, WATCHED
+        self._waits, self._looks = False, EarlyLooks()
         self.copied: dict[int, tuple[Tensor, Tensor, int]] = {}
 
     @property
@@ -113,8 +113,8 @@ class SteppedGradients:
         written: set[int] = set()
         unmoved: list[tuple[Tensor, Tensor]] = []
         left = set(map(id, self._used.left()))
-        if self._looks_left:  # before a block this matters in the first ones alone, which are told
-            self._looks_left -= 1
+        if self._looks.left:  # before a block this matters in the first ones alone, which are told
+            self._looks.count()
             left |= set(map(id, self._used.alive()))
         for param, master, version in self.copied.values():
             used = stored_grad(param)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from amp_patch.distributed.shards import local
-from amp_patch.early_looks import WATCHED
+from amp_patch.early_looks import EarlyLooks
 from amp_patch.kernels.graph_capture import captures
 from amp_patch.weights.half_bits import sum_of_bits
 
@@ -20,12 +20,12 @@ class WatchedBits:
     """Finds writes to gradients by ``grad.data``, which move no version; for some passes.
 
     Attributes:
-        passes_left: how many of these there will be; with the last one nothing is noted any more.
+        looks: the passes; with the last one nothing is noted any more.
         sums: what was noted, by the ids of parameters.
     """
 
     def __init__(self) -> None:
-        self.passes_left = WATCHED
+        self.looks = EarlyLooks()
         self.sums: dict[int, Tensor] = {}
 
     def note(self, params: Sequence[Tensor]) -> None:
@@ -45,7 +45,7 @@ class WatchedBits:
     def forget(self) -> None:
         """The gradients of which something was noted were stepped or cleared."""
         self.sums.clear()
-        self.passes_left -= 1
+        self.looks.count()
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from amp_patch.casting.many_uses import begin_anew
 from amp_patch.casting.torch_compile import never_trace
-from amp_patch.early_looks import WATCHED
+from amp_patch.early_looks import EarlyLooks
 from amp_patch.running_backward import is_in_backward
 from amp_patch.step.autograd_graph import AutogradGraph, leaves_of
 from amp_patch.step.optimizer_step import OptimizerStep
@@ -108,7 +108,7 @@ class Backwards:
         self._blocks: dict[int, list[_Block]] = {}
         self.last_was_plain = False
         self.plain = self.begun = 0
-        self._looks_left = WATCHED  # at backwards that are given gradients after a block
+        self._looks = EarlyLooks()  # at backwards that are given gradients after a block
 
     def open(
         self, scaled_loss: Tensor, params: Callable[[], Iterable[Tensor]]
@@ -208,8 +208,8 @@ class Backwards:
             named = None if inputs is None else with_halves(self._param_of, listed(inputs))
             _refuse(blocks, nodes, delayed, graph, named)
             _warn_of_divided(getattr(tensors, "grad_fn", None), nodes)
-        elif grad_tensors is not None and self._looks_left:
-            self._looks_left -= 1
+        elif grad_tensors is not None and self._looks.left:
+            self._looks.count()
             _warn_of_scaled(blocks, grad_tensors)
         return True
 

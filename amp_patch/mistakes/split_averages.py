@@ -12,9 +12,13 @@ from collections.abc import Callable, Iterable, Sequence
 from torch import Tensor
 
 from amp_patch.distributed.pending_sums import are_gradients
+from amp_patch.early_looks import EarlyLooks
 from amp_patch.running_backward import is_in_backward
 from amp_patch.step.optimizer_backward import OptimizerBackward
 from amp_patch.warn_once import warn_once
+
+#: How many collectives of other tensors are looked at: each is compared with all gradients.
+_MOST = 64
 
 
 class SplitAverages:
@@ -26,9 +30,6 @@ class SplitAverages:
             averages.
     """
 
-    #: How many collectives of other tensors are looked at: each is compared with all gradients.
-    _WATCHED = 64
-
     def __init__(
         self,
         backwards: Callable[[], Iterable[OptimizerBackward]],
@@ -37,11 +38,11 @@ class SplitAverages:
         self._backwards, self._averaged_among = backwards, averaged_among
         # of which it is known whether the script averages in each block
         self._known: weakref.WeakSet[OptimizerBackward] = weakref.WeakSet()
-        self._looks_left = self._WATCHED
+        self._looks = EarlyLooks(_MOST)
 
     def look(self, sent: Sequence[Tensor]) -> None:
         """A collective sums these over ranks; warn, once, where they are a part of a step's."""
-        if not self._looks_left or is_in_backward():
+        if not self._looks.left or is_in_backward():
             return  # in a backward it is an engine that averages, or a hook, which comes with each
         opened = [
             one for one in self._backwards() if one.current.is_open and one not in self._known
@@ -52,7 +53,7 @@ class SplitAverages:
             params = one.pairs().model
             grads = [grad for param in params if (grad := param.grad) is not None]
             if not are_gradients(sent, grads):
-                self._looks_left -= 1
+                self._looks.count()
                 continue
             self._known.add(one)
             is_sum = one.gradients.scaled.scale is not None  # of blocks with ``delay_unscale``

@@ -217,7 +217,7 @@ class MasterWeights:
         if self._versions.given:
             return
         self._writes.look_again()
-        if self._writes.unseen.is_looking:
+        if self._writes.unseen.looks.left:
             self._unless_in_a_step(lambda: self._writes.unseen.note_moved([local(stepped)]))
         else:
             self._unless_in_a_step(self._writes.look_now)
@@ -232,7 +232,7 @@ class MasterWeights:
         A graph may hold half weights of now: the forward alone shows masters in them.
         """
         writes = self._writes
-        if self._versions.given or writes.unseen.is_looking or writes.moved.was_set:
+        if self._versions.given or writes.unseen.looks.left or writes.moved.was_set:
             self._unless_in_a_step(self._note_writes)
 
     def _note_writes(self) -> None:
@@ -366,5 +366,5 @@ class MasterWeights:
             self._rounding.write(self.pairs.left_out(versions))
         comparison.note_equal()
         if comparison.has_large:
-            self._half_writes.count_step()
+            self._half_writes.looks.count()
         self._writes.note_step(versions)

@@ -7,12 +7,10 @@ no numbers.
 
 from __future__ import annotations
 
-import sys
-
 from torch.nn import Parameter
 
 from amp_patch.distributed.process_groups import is_on
-from amp_patch.early_looks import WATCHED
+from amp_patch.early_looks import EarlyLooks
 
 from .fp32_values import FP32Values
 from .master_pairs import MasterPairs
@@ -24,12 +22,15 @@ class UnseenHalfWrites:
     Args:
         pairs: of the optimizer.
         values: told of each read of a weight's ``.data``.
+
+    Attributes:
+        looks: one in each step.
     """
 
     def __init__(self, pairs: MasterPairs, values: FP32Values) -> None:
         self._pairs, self._values = pairs, values
         self._reads, self._was_told = values.data_reads, False
-        self._steps_left = WATCHED
+        self.looks = EarlyLooks()
 
     def may_be_any(self) -> bool:
         """Return whether there may be such writes since this was asked last.
@@ -38,16 +39,12 @@ class UnseenHalfWrites:
         """
         before, self._reads = self._reads, self._values.data_reads
         self._was_told = self._reads != before
-        if self._steps_left > 0 or self._was_told or is_on():  # collectives move no version
+        if self.looks.left or self._was_told or is_on():  # collectives move no version
             return True
         # Reads of ``.data`` are told of plain parameters alone, not of the shards of a DTensor.
         return set(map(type, self._pairs.params)) != {Parameter}
 
-    def count_step(self) -> None:
-        """Note that a step has been made."""
-        self._steps_left -= 1
-
     def note_found(self) -> None:
         """Such a write was found; look in all later steps, too, unless something told of it."""
         if not self._was_told:
-            self._steps_left = sys.maxsize
+            self.looks.go_on()

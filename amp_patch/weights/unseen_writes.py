@@ -7,14 +7,13 @@ what was written. So such a write would be undone. Knows tensors only.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from amp_patch.early_looks import WATCHED
+from amp_patch.early_looks import EarlyLooks
 from amp_patch.kernels.graph_capture import captures
 
 from .half_bits import sum_of_bits
@@ -30,25 +29,14 @@ class UnseenWrites:
     Args:
         sums: of the bits of each master, and its version then, by its address: two optimizers of
             one parameter step one memory.
+
+    Attributes:
+        looks: one in each step. Without any left nothing is noted.
     """
 
     def __init__(self, sums: dict[int, tuple[int, int]]) -> None:
         self._sums = sums
-        self._steps_left = WATCHED
-
-    @property
-    def is_looking(self) -> bool:
-        """Whether it looks for writes."""
-        return self._steps_left > 0
-
-    @property
-    def keeps_looking(self) -> bool:
-        """Whether a write was found."""
-        return self._steps_left > WATCHED
-
-    def count_step(self) -> None:
-        """Note that a step has been made."""
-        self._steps_left -= 1
+        self.looks = EarlyLooks()
 
     def note(self, local: Sequence[Tensor]) -> None:
         """Note what this rank holds of the masters: all that was written to them is known."""
@@ -60,7 +48,7 @@ class UnseenWrites:
         Args:
             local: what this rank holds of each.
         """
-        if not self.is_looking:
+        if not self.looks.left:
             return
         noted = self._sums
         self.note([one for one in local if noted.get(one.data_ptr(), _NOTHING)[1] != one._version])
@@ -75,12 +63,8 @@ class UnseenWrites:
         Args:
             local: what this rank holds of the masters, to which nothing has been written yet.
         """
-        self._steps_left = max(self._steps_left, 1)
+        self.looks.look_once()
         self.note(local)
-
-    def keep_looking(self) -> None:
-        """Look in all later steps, too: the script writes so."""
-        self._steps_left = sys.maxsize
 
     def unwritten(self, local: Sequence[Tensor]) -> list[bool]:
         """Return for each master whether it has the bits and the version that were noted of it.
@@ -108,11 +92,11 @@ class UnseenWrites:
             (total, version), (noted, at) = found[place], known[place]
             if total != noted and version == at:
                 increment_version(master)
-                self.keep_looking()
+                self.looks.go_on()  # the script writes so
         known.update(found)
 
     def _sums_of(self, local: Sequence[Tensor]) -> dict[int, tuple[int, int]]:
-        if not local or not self.is_looking or not are_readable(local):
+        if not local or not self.looks.left or not are_readable(local):
             return {}
         with torch.inference_mode(False), torch._C._DisableFuncTorch(), as_plain_tensors(local):
             sums = [sum_of_bits(one) for one in local]

@@ -68,7 +68,7 @@ class UserWrites:
 
         Not in an evaluation, where many forwards have looked.
         """
-        return self.are_any() or (self.unseen.is_looking and not self._were_looked_for())
+        return self.are_any() or (self.unseen.looks.left > 0 and not self._were_looked_for())
 
     def _were_looked_for(self) -> bool:
         """Return whether many forwards in a row have looked; each is to ask.
@@ -76,7 +76,7 @@ class UserWrites:
         None of them has found a write, and since the first no step was made, no version has moved,
         and no script has read the ``.data`` of a master.
         """
-        if self.unseen.keeps_looking:
+        if self.unseen.looks.are_endless:
             return False
         now = self._pairs.master_versions(), self._pairs.half_versions()
         before, count = self._forwards
@@ -99,7 +99,7 @@ class UserWrites:
             versions: of the masters, as they are; brought up to date.
         """
         pairs, known = self._pairs, self._versions
-        if self.unseen.is_looking:
+        if self.unseen.looks.left:
             self.find_unseen()
             versions[:] = pairs.master_versions()
         if not known.given:
@@ -110,7 +110,7 @@ class UserWrites:
             wins = [True] * len(versions)
         else:
             wins = list(map(self._values.wins, pairs.params))
-        if self.unseen.is_looking:
+        if self.unseen.looks.left:
             self._give_in(wins)
         if known.given != (now := pairs.half_versions()):
             tell_of_lost_writes(pairs, wins, now, known.given_yet())
@@ -127,7 +127,7 @@ class UserWrites:
             wins[row] = False
             if not self._pairs.agree(row):
                 self._values.note_write(self._pairs.params[row])
-                self.unseen.keep_looking()
+                self.unseen.looks.go_on()
 
     def to_publish(self) -> list[int]:
         """Return the rows of masters that a forward has to see in their half parameters.
@@ -168,8 +168,8 @@ class UserWrites:
             versions: see `note_equal`.
         """
         self._versions.equal[:] = versions
-        if self.unseen.is_looking:
-            self.unseen.count_step()
+        if self.unseen.looks.left:
+            self.unseen.looks.count()
             self.unseen.note(self._pairs.local_masters())
         if self._versions.given:
             self._versions.end_giving()
@@ -180,7 +180,7 @@ class UserWrites:
         What their bits are now the host would have to wait for: none are known.
         """
         self.look_again()
-        if self.unseen.is_looking:
-            self.unseen.count_step()
+        if self.unseen.looks.left:
+            self.unseen.looks.count()
             for master in self._pairs.local_masters():
                 self.unseen.forget(master.data_ptr())

@@ -53,6 +53,6 @@ def test_each_step_uses_up_one_of_the_passes() -> None:
     bits = WatchedBits()
     bits.note([param])
     bits.forget()
-    assert bits.passes_left == WATCHED - 1
+    assert bits.looks.left == WATCHED - 1
     param.grad.data.zero_()
     assert bits.written([param]) == set()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from amp_patch.early_looks import WATCHED
+from amp_patch.early_looks import WATCHED, EarlyLooks
 from amp_patch.kernels import small_tensors, torch_comparison
 from amp_patch.kernels.large_copies import LargeCopies
 from amp_patch.weights import unseen_half_writes
@@ -31,7 +31,7 @@ def after_watching(*params: Tensor) -> tuple[UnseenHalfWrites, Any]:
     writes, values = watching(*params)
     for _ in range(WATCHED):
         assert writes.may_be_any()
-        writes.count_step()
+        writes.looks.count()
     return writes, values
 
 
@@ -47,7 +47,7 @@ def test_a_write_that_nothing_told_of_is_looked_for_in_all_later_steps() -> None
     assert writes.may_be_any()
     writes.note_found()
     for _ in range(2 * WATCHED):
-        writes.count_step()
+        writes.looks.count()
     assert writes.may_be_any()
 
 
@@ -57,7 +57,7 @@ def test_a_write_that_a_read_told_of_says_nothing_of_later_steps() -> None:
     assert writes.may_be_any()
     writes.note_found()
     for _ in range(WATCHED):
-        writes.count_step()
+        writes.looks.count()
     assert not writes.may_be_any()
 
 
@@ -173,7 +173,7 @@ def test_what_is_passed_by_changes_no_number(amp: ModuleType, level: str) -> Non
     @given(PROGRAMS)
     def run(program: list[list[str]]) -> None:
         with pytest.MonkeyPatch.context() as monkeypatch:
-            monkeypatch.setattr(unseen_half_writes, "WATCHED", 2)
+            monkeypatch.setattr(unseen_half_writes, "EarlyLooks", lambda: EarlyLooks(2))
             found = trained(amp, level, program)
             monkeypatch.setattr(UnseenHalfWrites, "may_be_any", lambda self: True)
             expected = trained(amp, level, program)

@@ -215,13 +215,13 @@ def test_a_hook_behind_the_step_may_write_late(
 def test_a_read_of_a_masters_data_has_it_looked_at_until_the_next_step() -> None:
     masters, writes = [torch.ones(3)], UnseenWrites({})
     for _ in range(16):
-        writes.count_step()
-    assert not writes.is_looking
+        writes.looks.count()
+    assert not writes.looks.left
     for _ in range(3):
         writes.look_now(masters)
-        assert writes.is_looking
-        writes.count_step()
-        assert not writes.is_looking
+        assert writes.looks.left
+        writes.looks.count()
+        assert not writes.looks.left
 
 
 def behind_steps(
@@ -408,9 +408,9 @@ def test_masters_are_looked_at_in_the_first_steps_and_on_where_a_write_was_found
         ]
         assert moved == [0, int(is_written)]
         for _ in range(16):
-            assert writes.is_looking
-            writes.count_step()
-        assert writes.is_looking == is_written
+            assert writes.looks.left
+            writes.looks.count()
+        assert bool(writes.looks.left) == is_written
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
