@@ -27,7 +27,7 @@ from amp_patch.early_looks import WATCHED
 from amp_patch.kernels.graph_capture import captures, in_living_graphs
 from amp_patch.optimizers import FusedLAMB
 from amp_patch.session import session
-from amp_patch.weights import unseen_writes
+from amp_patch.weights import unseen_master_writes
 
 CPU = torch.device("cpu")
 WARM_UP = 2
@@ -484,8 +484,13 @@ def test_replays_read_no_masters_and_end_the_looks_for_unseen_writes(
     step = captured(training)
     step.replay()
     looks: list[Tensor] = []
-    look = unseen_writes.sum_of_bits
-    monkeypatch.setattr(unseen_writes, "sum_of_bits", lambda one: looks.append(one) or look(one))
+    look = unseen_master_writes.sum_of_bits
+
+    def noting(master: Tensor) -> Tensor:
+        looks.append(master)
+        return look(master)
+
+    monkeypatch.setattr(unseen_master_writes, "sum_of_bits", noting)
     for _ in range(WATCHED):
         step.replay()
     evaluate(training)

@@ -165,6 +165,6 @@ def version_of(tensor: Tensor) -> int:
     return part._version if part is tensor else tensor._version + part._version
 
 
-def same_numbers(one: Tensor, other: Tensor) -> bool:
-    """Return whether this rank holds equal numbers of two tensors."""
+def are_equal_here(one: Tensor, other: Tensor) -> bool:
+    """Return whether this rank holds equal numbers of two tensors; NaN equals nothing."""
     return torch.equal(local(one), local(other))

@@ -45,8 +45,8 @@ from .received_gradients import ReceivedGradients
 from .replaced_gradients import ReplacedGradients
 from .rounded_gradients import round_into_halves
 from .scaled_gradients import ScaledGradients, bring_to
-from .stepped_gradients import SteppedGradients
 from .unused_writes import UnusedWrites
+from .used_at_masters import UsedAtMasters
 from .used_gradients import UsedGradients
 from .usual_pass import UsualPass
 
@@ -65,7 +65,7 @@ class Gradients:
 
     Attributes:
         scaled: those that are still multiplied by a loss scale.
-        stepped: those that a step has used, and left for the next backward outside to add to.
+        used_at_masters: shows masters those that a step has used, and left to be added to.
         unused: tells of writes to half gradients whose masters have received theirs.
         outside: says what backwards outside of blocks leave, and find to add to.
         parted: lets go of parameters that leave the optimizer.
@@ -88,7 +88,7 @@ class Gradients:
         self._is_first = True  # no pass has begun since the last step or clearing
         self._received = ReceivedGradients(lazy, count_data_reads)
         self._used = UsedGradients()
-        self.stepped = SteppedGradients(self._used, self._own)
+        self.used_at_masters = UsedAtMasters(self._used, self._own)
         self._usual = UsualPass(lazy, self._aside, self._received, self._used)
         self._any_pass = AnyPass(lazy, self._aside)
         # Of the last pass; and of the last one in a block (False), and outside of any (True).

@@ -12,7 +12,7 @@ from amp_patch.weights.parameter_lists import look_up, store_grad, stored_grad
 
 from .param_pairs import ParamPairs
 from .received_gradients import ReceivedGradients
-from .stepped_gradients import give_rounded, have_other_numbers
+from .used_at_masters import give_rounded, have_other_numbers
 from .used_gradients import UsedGradients
 
 

@@ -22,8 +22,8 @@ from amp_patch.weights.parameter_lists import are_complete, are_same, look_up, s
 
 from .half_gradients import HalfGradients
 from .param_pairs import ParamPairs
+from .unseen_gradient_writes import UnseenGradientWrites
 from .used_gradients import Reference, are_of, is_of
-from .watched_bits import WatchedBits
 
 
 class Noted(NamedTuple):
@@ -79,7 +79,7 @@ class ReceivedGradients:
         self._passes: list[_Pass] = []
         self.stepped: list[_Pass] = []
         self._data_reads = 0  # as counted when `stepped` was ended
-        self._watched = WatchedBits()
+        self._unseen = UnseenGradientWrites()
 
     def __bool__(self) -> bool:
         return bool(self._passes)
@@ -106,8 +106,8 @@ class ReceivedGradients:
         self.stepped = []  # which may keep small gradients alive
         # A step that unscales half gradients later refuses changed ones itself.
         are_read = self._lazy is None or not isinstance(self._lazy.source, HalfGradients)
-        if are_read and self._watched.looks.left:
-            self._watched.note(params)
+        if are_read and self._unseen.looks.left:
+            self._unseen.note(params)
 
     def all_wait(self, grads: list[Tensor]) -> bool:
         """Return whether a fused step unscales all of these, so that masters have got none."""
@@ -122,8 +122,8 @@ class ReceivedGradients:
     def clear(self) -> None:
         """Forget all of it, as if masters had received none."""
         self._passes = []
-        if self._watched.sums:
-            self._watched.forget()
+        if self._unseen.sums:
+            self._unseen.forget()
 
     def end(self) -> None:
         """The gradients were stepped or cleared: no step is to use them any more."""
@@ -142,8 +142,8 @@ class ReceivedGradients:
     def note_again(self, params: list[Tensor]) -> None:
         """Note the gradients of some parameters as they are now, where they were noted before."""
         self._passes = [_as_they_are_now(row, params) for row in self._passes]
-        if self._watched.looks.left:
-            self._watched.note(params)
+        if self._unseen.looks.left:
+            self._unseen.note(params)
 
     def params(self) -> list[Tensor]:
         """Return the parameters, those of the first pass first."""
@@ -155,7 +155,7 @@ class ReceivedGradients:
         for row in self._passes:
             if not _untouched(*row[:3]):
                 return False
-        return not (self._watched.sums and self._watched.written(self.params()))
+        return not (self._unseen.sums and self._unseen.written(self.params()))
 
     def changes(self, pairs: ParamPairs, by_value: bool = False) -> Changes:
         """Return what was done to the noted gradients of these parameters.
@@ -164,7 +164,7 @@ class ReceivedGradients:
             pairs: of the optimizer.
             by_value: whether each is asked for 0, which a write through ``.data`` leaves unseen.
         """
-        noted, written = self._by_param(), self._watched.written(self.params())
+        noted, written = self._by_param(), self._unseen.written(self.params())
         cleared: list[tuple[Tensor, Tensor]] = []
         given: list[tuple[Tensor, Tensor]] = []
         changed: list[Tensor] = []

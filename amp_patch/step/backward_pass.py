@@ -47,8 +47,8 @@ class Other(Protocol):
         """Call after it, which was for these optimizers, of a loss multiplied by ``scale``."""
 
 
-#: See `BackwardPass`.
-OpenBlock = Callable[[Tensor, Callable[[], Iterable[Tensor]]], Callable[[], None]]
+#: See ``open_block`` of `BackwardPass`.
+BlockOpener = Callable[[Tensor, Callable[[], Iterable[Tensor]]], Callable[[], None]]
 
 
 class BackwardPass:
@@ -89,7 +89,7 @@ class BackwardPass:
         cache: WeightCache,
         on_scaled: Callable[[Tensor, Scale], None] | None = None,
         unsynced: Unsynced | None = None,
-        open_block: OpenBlock | None = None,
+        open_block: BlockOpener | None = None,
     ) -> None:
         self._optimizers, self._others = optimizers, others
         self._scaling, self._cache = scaling, cache

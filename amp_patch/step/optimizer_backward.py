@@ -355,5 +355,5 @@ class OptimizerBackward:
         self.zeroing.end_step()
         self.cleared.forget()
         # a fused step reads half gradients as the backward left them, scaled
-        self.gradients.stepped.note_step(is_made and self._fused is None)
+        self.gradients.used_at_masters.note_step(is_made and self._fused is None)
         self.shown.offer_stepped()

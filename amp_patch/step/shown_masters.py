@@ -94,13 +94,13 @@ class ShownMasters:
         In a block, after its backward, they get their gradients now. Not for another thread, which
         asks while this one may be in the backward: it reads values, for a log or an average.
         """
-        current, stepped = self._current, self._gradients.stepped
+        current, used = self._current, self._gradients.used_at_masters
         if not current.is_open:
             self._joined.take_over()
         if not current.is_open or is_in_backward() or current.is_here:
             if current.is_open and self._masters is not None:
                 current.end_early()
-            if stepped.wait_to_be_read and not self._gradients.are_pending:
+            if used.wait_to_be_read and not self._gradients.are_pending:
                 self._offer.withdraw()  # most often it is for their values
             else:
                 self._give_gradients()
@@ -137,7 +137,7 @@ class ShownMasters:
 
     def look_at(self, master: Tensor) -> None:
         """See `GradientOffer`: a script asks for a gradient that was shown after a step."""
-        self._gradients.stepped.look_at(master)
+        self._gradients.used_at_masters.look_at(master)
 
     def end_block(self) -> None:
         """The backward of a block is over, and what it wrote is taken in.
@@ -170,13 +170,13 @@ class ShownMasters:
         if self._shows_scaled:
             self._offer.withdraw()
             self._gradients.scaled.copy_to_masters(self._pairs())
-        elif self._gradients.stepped.copied:
+        elif self._gradients.used_at_masters.copied:
             self._offer.withdraw()
         else:
             self._give_unscaled()
 
     def _give_unscaled(self) -> None:
-        stepped = self._gradients.stepped
+        used = self._gradients.used_at_masters
         if self._fused is None and self._gradients.may_be_cleared:
             self._gradients.take_given(self._pairs())
         self.receive_unscaled()
@@ -188,10 +188,10 @@ class ShownMasters:
             if may_be_written and self._gradients.are_pending:
                 self._gradients.replaced.note_read(self._pairs().master)
             self._gradients.outside.note_shown(self._pairs())
-            if (stepped.are_left or stepped.wait_to_be_read) and not self._gradients.are_pending:
+            if (used.are_left or used.wait_to_be_read) and not self._gradients.are_pending:
                 pairs = self._pairs()
-                stepped.copy_to_masters(pairs)
-                if stepped.copied and stepped.are_left:  # a backward adds to them
+                used.copy_to_masters(pairs)
+                if used.copied and used.are_left:  # a backward adds to them
                     self._offer.watch(*pairs)
 
     def show_scaled(self) -> contextlib.AbstractContextManager[None]:
@@ -219,9 +219,9 @@ class ShownMasters:
             return
         if self._held.joined:  # of which new masters have copies
             self._joined.take_over()
-        stepped = self._gradients.stepped
-        self._waited = stepped.wait_to_be_read
-        stepped.follow()
+        used = self._gradients.used_at_masters
+        self._waited = used.wait_to_be_read
+        used.follow()
         self._gradients.give_back(self._pairs())
 
     def offer(self) -> None:
@@ -231,18 +231,18 @@ class ShownMasters:
             if not are_same(*pairs) and not have_none(pairs.model):
                 self._offer.make(*pairs)
         if self._waited and self._gradients.are_as_stepped():  # it was of another model
-            self._gradients.stepped.note_step(True)
+            self._gradients.used_at_masters.note_step(True)
         self._waited = False
 
     def offer_stepped(self) -> None:
         """A script may read what a step has used, and clear it before the next backward."""
         if self._masters is None:
             return
-        if self._gradients.stepped.are_left:
+        if self._gradients.used_at_masters.are_left:
             pairs = self._pairs()
             if not have_none(pairs.model):
                 self._offer.make(*pairs)
-        elif self._gradients.stepped.wait_to_be_read:
+        elif self._gradients.used_at_masters.wait_to_be_read:
             # A script that reads gradients reads those of all masters: it is enough that the first
             # of each group asks, for then all get theirs.
             self._offer.make(*self._held.firsts)
@@ -271,8 +271,8 @@ class ShownMasters:
         """Masters have gradients of their own from here on; used ones are as a script left them.
 
         Args:
-            steps: see `SteppedGradients.follow`.
+            steps: see `UsedAtMasters.follow`.
         """
         self._take_scaled_back()
         self._offer.withdraw()
-        self._gradients.stepped.follow(steps=steps)
+        self._gradients.used_at_masters.follow(steps=steps)

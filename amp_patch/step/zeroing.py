@@ -90,7 +90,7 @@ class Zeroing:
     def end_step(self) -> None:
         """All that passes have left was stepped, or is gone without the script's doing."""
         # a step may make backwards of its own, after which none of the last step's are left
-        found_used = self._found_used and self._gradients.stepped.are_left
+        found_used = self._found_used and self._gradients.used_at_masters.are_left
         if place := self._added_to_used or ("an optimizer.step()" if found_used else ""):
             _warn_of_used(place)
         self._added_to_used, self._found_used = "", False
@@ -136,7 +136,7 @@ class Zeroing:
             self._tell_of_cleared(pairs(), "`p.grad = None`")
         elif self.is_watched and self._has_used(pairs):
             _warn_of_used("an optimizer.step()")
-        elif self._gradients.stepped.are_left:
+        elif self._gradients.used_at_masters.are_left:
             self._found_used = self._gradients.are_used(pairs())
 
     def _is_behind_abandoned(self, pairs: Callable[[], ParamPairs]) -> bool:

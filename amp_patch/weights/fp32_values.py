@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from amp_patch.distributed.shards import detached, is_spread, place, same_numbers, version_of
+from amp_patch.distributed.shards import are_equal_here, detached, is_spread, place, version_of
 from amp_patch.kernels.graph_capture import captures
 from amp_patch.kernels.without_grad import without_grad
 from amp_patch.levels import HALVES
@@ -52,7 +52,7 @@ class FP32Values:
         writes: how often each half parameter was written to without a version, by its id.
         moves: how often any was given other memory.
         data_reads: how often a script has read, or set, the ``.data`` of a half tensor.
-        sums: see `UnseenWrites`.
+        sums: see `UnseenMasterWrites`.
     """
 
     def __init__(self) -> None:
@@ -258,7 +258,7 @@ class FP32Values:
         value: Tensor = detached(entry.value).to(param.device, torch.float32)
         rounded = value.to(param.dtype)
         wins = entry.wins(self.version_of(param)) or have_same_bits(rounded, param)
-        if not (wins or same_numbers(rounded, param)):
+        if not (wins or are_equal_here(rounded, param)):
             value = torch.where(rounded == param, value, param.float())
         return self.as_it_came(param, value)
 
@@ -302,7 +302,7 @@ class FP32Values:
         """Enter the fp32 value that another rank has of a parameter."""
         entry = self._values[param]
         entry.value.copy_(value)
-        if not same_numbers(value.to(param.dtype), param):
+        if not are_equal_here(value.to(param.dtype), param):
             param.copy_(value)
         entry.note_equal()
         self.loads += 1
@@ -319,7 +319,7 @@ class FP32Values:
 
     def _take_over(self, tensor: Tensor, written: Tensor) -> None:
         self.enter(tensor, written)
-        if not same_numbers(written.to(tensor), tensor):
+        if not are_equal_here(written.to(tensor), tensor):
             tensor.copy_(written)
 
     def enter(self, tensor: Tensor, new: Tensor) -> None:
@@ -375,7 +375,7 @@ def _fits(value: Tensor, param: Tensor) -> bool:
 
 
 def _can_hold(dtype: torch.dtype, value: Tensor) -> bool:
-    return same_numbers(value.to(dtype).to(value.dtype), value)
+    return are_equal_here(value.to(dtype).to(value.dtype), value)
 
 
 def _share_memory(one: Tensor, other: Tensor) -> bool:

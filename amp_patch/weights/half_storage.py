@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from amp_patch.casting.mode import FLOATS
-from amp_patch.distributed.shards import same_numbers, set_data
+from amp_patch.distributed.shards import are_equal_here, set_data
 from amp_patch.levels import HALVES
 
 from . import parametrizations
@@ -229,5 +229,5 @@ def _set_value(param: nn.Parameter, value: Tensor) -> None:
 
 def _as_it_came(buffer: Tensor, original: Tensor) -> Tensor:
     """Return a buffer in the dtype of the original, with its very bits if nobody wrote to it."""
-    is_same = same_numbers(original.to(buffer), buffer)
+    is_same = are_equal_here(original.to(buffer), buffer)
     return (original if is_same else buffer).to(buffer.device, original.dtype)

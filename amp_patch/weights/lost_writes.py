@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
-from amp_patch.distributed.shards import same_numbers
+from amp_patch.distributed.shards import are_equal_here
 from amp_patch.warn_once import warn_once
 
 
@@ -34,7 +34,7 @@ def tell_of_lost_writes(
         pairs, wins, versions, before, strict=False
     ):
         is_written = master_wins and then is not None and now != then
-        if is_written and not same_numbers(master.detach().to(weight.dtype), weight):
+        if is_written and not are_equal_here(master.detach().to(weight.dtype), weight):
             warn_once(
                 "between two forward passes either a weight or its fp32 master is to be written "
                 f"to; got writes to both of a weight of shape {tuple(weight.shape)}, of which that "

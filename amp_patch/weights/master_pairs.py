@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from amp_patch.distributed.shards import is_spread, local, same_numbers, set_data, version_of
+from amp_patch.distributed.shards import are_equal_here, is_spread, local, set_data, version_of
 from amp_patch.kernels.getters import VERSION
 from amp_patch.levels import HALVES
 
@@ -191,7 +191,7 @@ class MasterPairs:
     def agree(self, row: int) -> bool:
         """Return whether a half parameter has the numbers of its master, rounded."""
         param, master = self.params[row], self.masters[row]
-        return same_numbers(master.detach().to(param.dtype), param)
+        return are_equal_here(master.detach().to(param.dtype), param)
 
     def _is_newer_in_half(self, row: int) -> bool:
         """Return whether a half parameter has other numbers than a master that none wrote to."""

@@ -31,7 +31,7 @@ from .parameter_lists import are_same, clear_grads, keeping_versions
 from .rounding import Rounding
 from .ties import Ties
 from .unseen_half_writes import UnseenHalfWrites
-from .unseen_writes import are_readable
+from .unseen_master_writes import are_readable
 from .user_writes import UserWrites
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from .master_pairs import MasterPairs
-from .unseen_writes import UnseenWrites
+from .unseen_master_writes import UnseenMasterWrites
 
 
 class MovedMasters:
@@ -27,7 +27,7 @@ class MovedMasters:
         was_set: whether a script has given one other memory since `count`.
     """
 
-    def __init__(self, pairs: MasterPairs, unseen: UnseenWrites, may_move: bool) -> None:
+    def __init__(self, pairs: MasterPairs, unseen: UnseenMasterWrites, may_move: bool) -> None:
         self._pairs, self._unseen = pairs, unseen
         self.may_move = may_move
         self.was_set = False

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_patch.distributed.process_groups import is_on
-from amp_patch.distributed.shards import same_numbers
+from amp_patch.distributed.shards import are_equal_here
 from amp_patch.kernels.without_grad import without_grad
 from amp_patch.levels import HALVES
 from amp_patch.warn_once import warn_once
@@ -103,7 +103,7 @@ class StateDicts:
 
     def _is_to_follow(self, tensor: Tensor, master: Tensor) -> bool:
         """Return whether a master was written to, and its half tensor does not have that yet."""
-        return self._values.wins(tensor) and not same_numbers(master.to(tensor.dtype), tensor)
+        return self._values.wins(tensor) and not are_equal_here(master.to(tensor.dtype), tensor)
 
     @torch.inference_mode(False)  # what is kept of the state must be no inference tensors
     @torch.no_grad()

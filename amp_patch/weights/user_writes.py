@@ -12,7 +12,7 @@ from .fp32_values import FP32Values
 from .lost_writes import tell_of_lost_writes
 from .master_pairs import MasterPairs
 from .moved_masters import MovedMasters
-from .unseen_writes import UnseenWrites
+from .unseen_master_writes import UnseenMasterWrites
 
 
 class UserWrites:
@@ -30,7 +30,7 @@ class UserWrites:
 
     def __init__(self, pairs: MasterPairs, values: FP32Values, may_move: bool) -> None:
         self._pairs, self._values, self._versions = pairs, values, pairs.versions
-        self.unseen = UnseenWrites(values.sums)
+        self.unseen = UnseenMasterWrites(values.sums)
         self.moved = MovedMasters(pairs, self.unseen, may_move)
         # What versions the last forward has found, and how many before it had found the same.
         self._forwards: tuple[object, int] = None, 0
@@ -84,7 +84,7 @@ class UserWrites:
         return self._forwards[1] > WATCHED
 
     def look_now(self) -> None:
-        """A script has read a master's ``.data``, see `UnseenWrites.look_now`."""
+        """A script has read a master's ``.data``, see `UnseenMasterWrites.look_now`."""
         self.unseen.look_now(self._pairs.local_masters())
 
     def find_unseen(self) -> None:

@@ -14,7 +14,7 @@ from amp_patch.weights.fp32_values import FP32Values
 from amp_patch.weights.master_pairs import MasterPairs
 from amp_patch.weights.moved_masters import MovedMasters
 from amp_patch.weights.rounding import Rounding
-from amp_patch.weights.unseen_writes import UnseenWrites
+from amp_patch.weights.unseen_master_writes import UnseenMasterWrites
 
 LEVELS = {"O2": torch.float16, "O5": torch.bfloat16}
 
@@ -68,7 +68,7 @@ def roundings() -> tuple[MasterPairs, MovedMasters, Rounding]:
     values = FP32Values()
     pairs = MasterPairs(SGD(params, lr=0.1), values, None, ())
     pairs.replace(params)
-    moved = MovedMasters(pairs, UnseenWrites(values.sums), may_move=False)
+    moved = MovedMasters(pairs, UnseenMasterWrites(values.sums), may_move=False)
     return pairs, moved, Rounding(pairs, values, moved)
 
 

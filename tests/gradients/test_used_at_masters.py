@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from amp_patch.early_looks import WATCHED
-from amp_patch.gradients import stepped_gradients
+from amp_patch.gradients import used_at_masters
 from amp_patch.gradients.param_pairs import ParamPairs
-from amp_patch.gradients.stepped_gradients import SteppedGradients
+from amp_patch.gradients.used_at_masters import UsedAtMasters
 from amp_patch.gradients.used_gradients import UsedGradients
 from amp_patch.weights.own_gradients import OwnGradients
 from amp_patch.weights.parameter_lists import stored_grad
@@ -143,11 +143,11 @@ def masters(halves: list[Tensor]) -> list[Tensor]:
     return [halves[0].float(), halves[1]]
 
 
-def stepped(halves: list[Tensor], masters: list[Tensor]) -> SteppedGradients:
+def stepped(halves: list[Tensor], masters: list[Tensor]) -> UsedAtMasters:
     used, own = UsedGradients(), OwnGradients()
     used.begin([half.grad for half in halves])
     used.note_versions()
-    gradients = SteppedGradients(used, own)
+    gradients = UsedAtMasters(used, own)
     gradients.copy_to_masters(ParamPairs(halves, masters))
     return gradients
 
@@ -200,7 +200,7 @@ def test_behind_blocks_what_is_set_there_is_stepped_though_the_half_one_is_gone(
 ):
     used, own = UsedGradients(), OwnGradients()
     used.begin([half.grad for half in halves])
-    gradients = SteppedGradients(used, own)
+    gradients = UsedAtMasters(used, own)
     gradients.copy_to_masters(ParamPairs(halves, masters))
     halves[0].grad = None
     if replaces:
@@ -430,7 +430,7 @@ def test_to_read_them_after_each_step_waits_in_the_first_ones_alone(amp, monkeyp
         compared.append(len(rows))
         return set()
 
-    monkeypatch.setattr(stepped_gradients, "have_other_numbers", have_other_numbers)
+    monkeypatch.setattr(used_at_masters, "have_other_numbers", have_other_numbers)
     for _ in range(WATCHED + 4):
         with_grads(stepped_by(optimizer))
         with amp.scale_loss(model(X).float().square().mean(), optimizer) as scaled_loss:

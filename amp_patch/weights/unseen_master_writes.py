@@ -20,7 +20,7 @@ from .half_bits import sum_of_bits
 from .parameter_lists import as_plain_tensors
 
 
-class UnseenWrites:
+class UnseenMasterWrites:
     """Compares the bits of masters with what they were, in the first steps of a training.
 
     And after a read of their ``.data``. Where it finds a write it looks in all later steps, too. A

@@ -16,7 +16,7 @@ from amp_patch.kernels.graph_capture import captures
 from amp_patch.weights.half_bits import sum_of_bits
 
 
-class WatchedBits:
+class UnseenGradientWrites:
     """Finds writes to gradients by ``grad.data``, which move no version; for some passes.
 
     Attributes:

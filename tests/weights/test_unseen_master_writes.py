@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim import Adam, Optimizer
 
-from amp_patch.weights.unseen_writes import UnseenWrites
+from amp_patch.weights.unseen_master_writes import UnseenMasterWrites
 
 Write = Callable[[list[Tensor], int], None]
 
@@ -175,7 +175,7 @@ def test_a_step_that_reads_data_has_nothing_looked_at(
     optimizer = ByData(model.parameters())
     amp.initialize(model, optimizer, opt_level="O2", loss_scale=64.0, verbosity=0)
     looks: list[object] = []
-    monkeypatch.setattr(UnseenWrites, "look_now", lambda self, local: looks.append(local))
+    monkeypatch.setattr(UnseenMasterWrites, "look_now", lambda self, local: looks.append(local))
     for _ in range(18):
         optimizer.zero_grad()
         scaled_backward(amp, model(torch.ones(1, 3)).float().sum(), optimizer)
@@ -213,7 +213,7 @@ def test_a_hook_behind_the_step_may_write_late(
 
 
 def test_a_read_of_a_masters_data_has_it_looked_at_until_the_next_step() -> None:
-    masters, writes = [torch.ones(3)], UnseenWrites({})
+    masters, writes = [torch.ones(3)], UnseenMasterWrites({})
     for _ in range(16):
         writes.looks.count()
     assert not writes.looks.left
@@ -397,7 +397,7 @@ def test_a_write_to_a_half_weight_through_its_data_still_counts(
 
 def test_masters_are_looked_at_in_the_first_steps_and_on_where_a_write_was_found() -> None:
     for is_written in (False, True):
-        masters, writes = [torch.ones(3), torch.zeros(2)], UnseenWrites({})
+        masters, writes = [torch.ones(3), torch.zeros(2)], UnseenMasterWrites({})
         writes.note(masters)
         if is_written:
             masters[1].data.fill_(1)
@@ -424,7 +424,7 @@ def test_a_prepared_model_is_traced_behind_its_optimizer(amp: ModuleType, level:
 
 
 def test_nothing_is_looked_at_where_numbers_are_missing() -> None:
-    masters, writes = [torch.ones(3, device="meta")], UnseenWrites({})
+    masters, writes = [torch.ones(3, device="meta")], UnseenMasterWrites({})
     writes.note(masters)
     writes.increment_versions(masters, masters)
     assert masters[0]._version == 0

@@ -26,7 +26,7 @@ from .param_pairs import ParamPairs
 from .used_gradients import UsedGradients
 
 
-class SteppedGradients:
+class UsedAtMasters:
     """Shows masters what a step has used, and follows what a script makes of it.
 
     Args:
