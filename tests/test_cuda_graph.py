@@ -102,17 +102,21 @@ def captured(training: Training, warm_up: int = WARM_UP) -> cuda_graph.CapturedS
 EVENTS = st.lists(st.sampled_from(["step", "step", "overflow", "outside"]), max_size=3)
 
 
+Step = Callable[[Training], Any]
+
+
 def warmed_up(
-    amp: ModuleType, kind: str, is_captured: bool
-) -> tuple[Training, Callable[[], Tensor]]:
-    """Return a training after its first steps, and what makes one more: a graph, or itself."""
+    amp: ModuleType, kind: str, is_captured: bool, step: Step = Training.step
+) -> tuple[Training, Callable[[], Any]]:
+    """Return a training after its first steps, and what makes one more: a graph, or ``step``."""
     training = Training(amp, kind)
     training.load(0)
+    make = functools.partial(step, training)
     if is_captured:
-        return training, cuda_graph.capture(training.step, warm_up=WARM_UP).replay
+        return training, cuda_graph.capture(make, warm_up=WARM_UP).replay
     for _ in range(WARM_UP):
-        training.step()
-    return training, training.step
+        make()
+    return training, make
 
 
 def test_replays_are_the_steps_themselves(amp: ModuleType, cuda: FakeCuda) -> None:
@@ -261,11 +265,7 @@ def test_what_was_loaded_between_replays_counts(amp: ModuleType, cuda: FakeCuda,
 def test_what_was_written_to_masters_and_weights_counts(amp: ModuleType, cuda: FakeCuda) -> None:
     histories = []
     for is_captured in (False, True):
-        training = Training(amp, "O2 adamw, one pass")
-        training.load(0)
-        step = captured(training).replay if is_captured else training.step
-        for _ in range(0 if is_captured else WARM_UP):
-            training.step()
+        training, step = warmed_up(amp, "O2 adamw, one pass", is_captured)
         step()
         masters = list(amp.master_params(training.optimizer))
         with torch.no_grad():
@@ -345,9 +345,11 @@ WRITES: list[Event] = [
 REPLAY, STEP = "replay", "step"
 
 
-def after_events(amp: ModuleType, kind: str, events: list[Any], is_captured: bool) -> list[Any]:
+def after_events(
+    amp: ModuleType, kind: str, events: list[Any], is_captured: bool, step: Step = Training.step
+) -> list[Any]:
     """Return the state after these events, of which replays are steps without a graph."""
-    training, replay = warmed_up(amp, kind, is_captured)
+    training, replay = warmed_up(amp, kind, is_captured, step)
     for number, event in enumerate(events):
         training.load(number)
         if event in (REPLAY, STEP):
@@ -407,26 +409,16 @@ def test_what_a_captured_step_writes_to_masters_counts(
     amp: ModuleType, cuda: FakeCuda, kind: str
 ) -> None:
     """As the bounds of a WGAN's weights, in each step."""
-    histories = []
-    for is_captured in (False, True):
-        training = Training(amp, kind)
-        training.load(0)
 
-        def step(training: Training = training) -> None:
-            training.step()
-            with torch.no_grad():
-                for master in amp.master_params(training.optimizer):
-                    master.clamp_(-0.1, 0.1)
+    def step(training: Training) -> None:
+        training.step()
+        with torch.no_grad():
+            for master in amp.master_params(training.optimizer):
+                master.clamp_(-0.1, 0.1)
 
-        again = step
-        if is_captured:
-            again = cuda_graph.capture(step, warm_up=WARM_UP).replay
-        for _ in range(3 if is_captured else 3 + WARM_UP):
-            again()
-        evaluate(training)
-        histories.append(training.state())
-        amp.deactivate()
-    assert_same(histories[1], histories[0])
+    events = [*[REPLAY] * 3, evaluate]
+    eager, replayed = (after_events(amp, kind, events, one, step) for one in (False, True))
+    assert_same(replayed, eager)
 
 
 def clip_by_largest(training: Training) -> None:
@@ -451,29 +443,17 @@ def halve_gradients(training: Training) -> None:
 def test_a_step_of_many_blocks_that_looks_at_gradients_is_captured(
     amp: ModuleType, cuda: FakeCuda, kind: str, blocks: int, act: Event
 ) -> None:
-    histories = []
-    for is_captured in (False, True):
-        training = Training(amp, kind)
-        training.load(0)
+    def step(training: Training) -> None:
+        training.optimizer.zero_grad()
+        for number in range(blocks):
+            loss = training.model(training.inputs * (number + 1)).float().square().mean()
+            with amp.scale_loss(loss * training.factor, training.optimizer) as scaled_loss:
+                scaled_loss.backward()
+        act(training)
+        training.optimizer.step()
 
-        def step(training: Training = training) -> None:
-            training.optimizer.zero_grad()
-            for number in range(blocks):
-                loss = training.model(training.inputs * (number + 1)).float().square().mean()
-                with amp.scale_loss(loss * training.factor, training.optimizer) as scaled_loss:
-                    scaled_loss.backward()
-            act(training)
-            training.optimizer.step()
-
-        again = step
-        if is_captured:
-            again = cuda_graph.capture(step, warm_up=WARM_UP).replay
-        for number in range(3 if is_captured else 3 + WARM_UP):
-            training.load(number if is_captured else max(0, number - WARM_UP))
-            again()
-        histories.append(training.state())
-        amp.deactivate()
-    assert_same(histories[1], histories[0])
+    eager, replayed = (after_events(amp, kind, [REPLAY] * 3, one, step) for one in (False, True))
+    assert_same(replayed, eager)
 
 
 @pytest.mark.parametrize("kind", [MASTERS[0], MASTERS[1]])
@@ -517,18 +497,13 @@ def test_a_forward_that_follows_a_replay_reads_the_new_weights(
 def test_a_step_that_ends_in_a_forward_casts_its_weights_in_each_replay(
     amp: ModuleType, cuda: FakeCuda
 ) -> None:
+    def step(training: Training) -> Tensor:
+        training.step()
+        return training.model[0](training.inputs).detach()
+
     histories = []
     for is_captured in (False, True):
-        training = Training(amp, "O1 adamw")
-        training.load(0)
-
-        def step(training: Training = training) -> Tensor:
-            training.step()
-            return training.model[0](training.inputs).detach()
-
-        make_step = cuda_graph.capture(step, warm_up=2).replay if is_captured else step
-        for _ in range(0 if is_captured else 2):
-            step()
+        training, make_step = warmed_up(amp, "O1 adamw", is_captured, step)
         results = []
         for number in range(3):
             with torch.no_grad():

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from casting_support import Product
 from torch import Tensor, nn
 
 from amp_patch.session import session
@@ -147,18 +148,6 @@ def test_a_function_needs_no_name(amp: ModuleType, rule: str, function: Any) -> 
     for wrapped in (decorated, library.function):
         assert wrapped(*tensors) == CAST[rule]((F32, F16), "O1")
     del model
-
-
-class Product(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return x @ weight
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        return grad @ weight.t(), x.t() @ grad
 
 
 class AppliedInC(Product):

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from casting_support import Product
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
@@ -157,13 +158,8 @@ def test_a_model_that_a_hook_calls_casts_and_the_rest_of_the_hook_does_not(
     assert_in_float32(seen)
 
 
-class Doubled(torch.autograd.Function):
+class ComputedAnew(Product):
     """Computes anew in its backward, as reversible layers do."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return x @ weight
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
@@ -171,10 +167,10 @@ class Doubled(torch.autograd.Function):
         with torch.enable_grad():
             inner = x.detach().requires_grad_()
             multiplied.append((inner @ weight).dtype)
-        return grad.float() @ weight.T, x.T @ grad.float()
+        return Product.backward(ctx, grad)
 
 
-#: Of what the backward of `Doubled` has computed.
+#: Of what the backward of `ComputedAnew` has computed.
 multiplied: list[torch.dtype] = []
 
 
@@ -186,7 +182,7 @@ def test_a_backward_that_a_hook_calls_runs_functions_in_the_mode_of_their_forwar
     model = Model()
     optimizer = prepared(amp, model, level)
     x = torch.ones(2, 4, requires_grad=True)
-    inner = Doubled.apply(x, MATRIX.clone().requires_grad_()).float().sum()
+    inner = ComputedAnew.apply(x, MATRIX.clone().requires_grad_()).float().sum()
 
     def hook(grad: Tensor) -> None:
         torch.autograd.grad(inner, x)
@@ -240,7 +236,7 @@ def test_a_block_around_a_backward_holds_in_functions_of_the_scripts_own(
     multiplied.clear()
     prepared(amp, Model(), level)
     x = torch.ones(2, 4, requires_grad=True)
-    made = Doubled.apply(x, MATRIX.clone().requires_grad_()).float().sum()
+    made = ComputedAnew.apply(x, MATRIX.clone().requires_grad_()).float().sum()
     with core.disable_casts():
         made.backward()
     assert multiplied == [torch.float32]

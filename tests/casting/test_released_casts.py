@@ -27,6 +27,7 @@ from cache_programs import (
     steps_without_gradients,
 )
 from cast_counter import CastCounter
+from casting_support import Product
 from hypothesis import given
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -245,18 +246,13 @@ def test_memory_that_is_held_without_its_tensor_is_not_written_over(
     assert torch.equal(held, expected)
 
 
-class SavingAnAlias(torch.autograd.Function):
-    """A product that saves its weight by another tensor of the same memory."""
+class SavingAnAlias(Product):
+    """Saves its weight by another tensor of the same memory."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight.detach())
         return x @ weight
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        return grad @ weight.T, x.T @ grad
 
 
 @pytest.mark.parametrize("is_refreshed", [True, False])

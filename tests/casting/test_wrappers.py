@@ -7,7 +7,7 @@ from collections import OrderedDict, defaultdict, namedtuple
 import autocast_oracle as oracle
 import pytest
 import torch
-from casting_support import ANY_DTYPE, HALVES, activate, as_dtypes, casts_on, existing
+from casting_support import ANY_DTYPE, HALVES, Product, activate, as_dtypes, casts_on, existing
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -594,31 +594,26 @@ def test_disable_casts_in_one_thread_leaves_another_alone(o1):
     assert results == [torch.float32]
 
 
-class RecordingFunction(torch.autograd.Function):
-    """Multiplies by a weight; its backward notes the dtype of a product that it makes."""
+class RecordingProduct(Product):
+    """Its backward notes the dtype of a product that it makes."""
 
     seen = []
 
     @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return x @ w
-
-    @staticmethod
     def backward(ctx, grad):
-        x, w = ctx.saved_tensors
-        RecordingFunction.seen.append((grad @ w.mT).dtype)
-        return grad.to(w.dtype) @ w.mT, x.mT @ grad.to(x.dtype)
+        _, weight = ctx.saved_tensors
+        RecordingProduct.seen.append((grad @ weight.T).dtype)
+        return Product.backward(ctx, grad)
 
 
 @pytest.mark.parametrize("where", ["same thread", "other thread"])
 def test_the_backward_of_a_users_function_casts_as_the_process_does(o1, where):
     x, w = torch.rand(2, 2, requires_grad=True), torch.rand(2, 2, requires_grad=True)
-    RecordingFunction.seen.clear()
-    loss = RecordingFunction.apply(x, w).sum()
+    RecordingProduct.seen.clear()
+    loss = RecordingProduct.apply(x, w).sum()
     assert loss.dtype is torch.float32
     loss.backward() if where == "same thread" else in_thread(loss.backward)
-    assert RecordingFunction.seen == [torch.float16]
+    assert RecordingProduct.seen == [torch.float16]
     assert x.grad.dtype is w.grad.dtype is torch.float32
 
 
