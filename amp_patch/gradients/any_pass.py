@@ -30,7 +30,7 @@ class Written(NamedTuple):
     Attributes:
         pairs: those that have gradients, with their masters.
         grads: these gradients.
-        scale: see `Gradients.receive`.
+        scale: see `Passes.receive`.
     """
 
     pairs: ParamPairs

@@ -1,32 +1,25 @@
 """The gradients of one optimizer, from the backward that writes them to the step that uses them.
 
-Knows pairs of parameters and masters, no optimizer and no loss scaler. How a list of gradients is
-unscaled is `gradient_buffers`' subject, gradients that stay scaled are `scaled_gradients`'.
+Knows pairs of parameters and masters, no optimizer and no loss scaler. How a backward's gradients
+are taken in is `passes`' subject, gradients that stay scaled are `scaled_gradients`'.
 """
 
 from __future__ import annotations
 
-import functools
 import operator
 import weakref
 from collections.abc import Callable, Iterable
 from itertools import chain, compress
-from typing import Any
 
 from torch import Tensor
 
-from amp_patch.distributed.shards import place_gradients
-from amp_patch.kernels import GradCheck
 from amp_patch.kernels.default_device import without_default_device
-from amp_patch.kernels.getters import GRAD, IS_SPARSE
 from amp_patch.kernels.graph_capture import captures
 from amp_patch.scales import Scale, is_one
 from amp_patch.weights.lazy_gradients import LazyGradients
 from amp_patch.weights.own_gradients import OwnGradients
 from amp_patch.weights.parameter_lists import (
     STORED_GRAD,
-    Tensors,
-    are_complete,
     are_same,
     clear_grads,
     have_none,
@@ -34,13 +27,12 @@ from amp_patch.weights.parameter_lists import (
     stored_grad,
 )
 
-from .any_pass import AnyPass, TakenPass, Written
 from .any_values import are_any
 from .earlier_gradients import EarlierGradients
-from .gradient_buffers import GradientBuffers
 from .outside_passes import OutsidePasses
 from .param_pairs import ParamPairs
 from .parted_gradients import PartedGradients
+from .passes import Passes
 from .received_gradients import ReceivedGradients
 from .replaced_gradients import ReplacedGradients
 from .rounded_gradients import round_into_halves
@@ -48,15 +40,14 @@ from .scaled_gradients import ScaledGradients, bring_to
 from .unused_writes import UnusedWrites
 from .used_at_masters import UsedAtMasters
 from .used_gradients import UsedGradients
-from .usual_pass import UsualPass
 
 
 class Gradients:
     """The gradients of one optimizer around one or more backward passes.
 
-    ``drop_cleared`` and ``set_aside`` come before a backward. After it comes ``receive`` (unscale
-    what it wrote, add what was there), ``round_into_halves`` and ``finish``; or ``delay`` (leave it
-    scaled for the next backward to add to); or ``put_back`` (there was no such backward).
+    ``drop_cleared`` and ``set_aside`` come before a backward. After it `passes` take in what it
+    wrote; or ``delay`` leaves it scaled for the next backward to add to; or ``put_back`` does as if
+    there had been no such backward.
 
     Args:
         lazy: keeps the masters' gradients until somebody reads them; None: they are stored at once.
@@ -65,6 +56,7 @@ class Gradients:
 
     Attributes:
         scaled: those that are still multiplied by a loss scale.
+        passes: take in what backwards wrote: unscale it, add what was there.
         used_at_masters: shows masters those that a step has used, and left to be added to.
         unused: tells of writes to half gradients whose masters have received theirs.
         outside: says what backwards outside of blocks leave, and find to add to.
@@ -89,15 +81,13 @@ class Gradients:
         self._received = ReceivedGradients(lazy, count_data_reads)
         self._used = UsedGradients()
         self.used_at_masters = UsedAtMasters(self._used, self._own)
-        self._usual = UsualPass(lazy, self._aside, self._received, self._used)
-        self._any_pass = AnyPass(lazy, self._aside)
-        # Of the last pass; and of the last one in a block (False), and outside of any (True).
-        self._buffers = GradientBuffers(ParamPairs([], []))
-        self._kept_buffers: dict[bool, GradientBuffers] = {}
         self.unused = UnusedWrites(self._received, lazy)
         self.outside = OutsidePasses(self._received, self._used, self._own)
         self.parted = PartedGradients(lazy, self.scaled, self._aside, self._received, self._used)
         self.replaced = ReplacedGradients(lazy, self._received, self._used)
+        self.passes = Passes(
+            lazy, self.scaled, self._aside, self._received, self._used, self.replaced
+        )
         self.elsewhere: list[Tensor] = []
 
     @property
@@ -152,13 +142,13 @@ class Gradients:
             bring_to(self.scaled.scale, scale, grads)
             return
         is_first = not self._received
-        taken = self.receive(pairs, None if is_true else scale)
+        taken = self.passes.receive(pairs, None if is_true else scale)
         if taken.check.overflow:
             clear_grads(pairs.model)
             self._clear_masters(pairs.master)
             return
-        self.round_into_halves(taken)
-        self.finish(taken)
+        self.passes.round_into_halves(taken)
+        self.passes.finish(taken)
         self.outside.was_last |= is_true and is_first
 
     def are_delayed(self, pairs: ParamPairs) -> bool:
@@ -169,11 +159,6 @@ class Gradients:
             self._clear_masters(self._without_given(master for _, master in pairs.halves()))
             self.forget()
         return self.scaled.scale is not None
-
-    def forget_buffers(self) -> None:
-        """Masters lie in another order: what their gradients are unscaled into is made anew."""
-        self._buffers = GradientBuffers(ParamPairs([], []))
-        self._kept_buffers.clear()
 
     def forget(self) -> None:
         """The gradients were cleared or stepped: none is scaled or set aside any more."""
@@ -337,115 +322,6 @@ class Gradients:
             param.grad = None
         self._aside.put_back()
 
-    def _buffers_of(self, pairs: ParamPairs, is_outside: bool) -> GradientBuffers:
-        """Return those of other parameters than the last pass had.
-
-        Blocks, and what is found before them, may take turns, as where a script clears gradients by
-        zeros: half parameters alone have what is found.
-        """
-        kept = self._kept_buffers.get(is_outside)
-        if kept is None or not kept.fits(pairs):
-            if not is_outside:  # there are other parameters: let go of those
-                self._kept_buffers.clear()
-            kept = self._kept_buffers[is_outside] = GradientBuffers(pairs)
-        return kept
-
-    def receive(self, pairs: ParamPairs, scale: Scale | None) -> TakenPass:
-        """Unscale and check what the backward wrote, and add what was set aside.
-
-        Args:
-            pairs: of the optimizer.
-            scale: of the loss; None: there was none, and no overflow has a consequence.
-
-        Returns:
-            The pass, which `round_into_halves` and `finish` are to end.
-        """
-        self.replaced.read = []
-        if self._aside.views:
-            self._aside.tell_of_writes()
-        grads: list[Any] = look_up(GRAD, pairs.model)
-        if not are_complete(grads):
-            pairs = pairs.select([grad is not None for grad in grads])
-            grads = [grad for grad in grads if grad is not None]
-        if not self._buffers.fits(pairs):
-            self._buffers = self._buffers_of(pairs, is_outside=scale is None)
-        if self._buffers.is_spread:
-            grads = place_gradients(pairs.model, grads)
-        check, has_added = self._any_pass.take(self._buffers, Written(pairs, grads, scale))
-        self.scaled.forget()
-        is_given = bool(grads) and not self._buffers.is_in_place
-        was_scaled = isinstance(scale, Tensor) or (scale is not None and scale != 1.0)
-        return TakenPass(
-            check,
-            self._buffers.params,
-            pairs if is_given else None,
-            grads,
-            are_true=not (was_scaled or has_added),
-            has_added=has_added,
-        )
-
-    def receive_alone(self, pairs: ParamPairs, scale: Scale | None) -> tuple[GradCheck, Tensors]:
-        """Take in and end a pass in which no other optimizer received; most often a `UsualPass`.
-
-        Returns:
-            What the check found, and the parameters that got a gradient, in the same order.
-        """
-        self.replaced.read = []
-        if self._aside.views:
-            self._aside.tell_of_writes()
-        check = self._usual.take(self._buffers, pairs, scale)
-        if check is None:
-            taken = self.receive(pairs, scale)
-            self.round_into_halves(taken)
-            self.finish(taken)
-            return taken.check, taken.params
-        self.scaled.forget()
-        return check, self._buffers.params
-
-    def round_into_halves(self, taken: TakenPass) -> None:
-        """Let half gradients hold what their masters have received, unless they do.
-
-        Where there were some before the pass, these tensors do, in the place of the backward's.
-        Not those that a fused step is to unscale, which stay as the backward left them.
-        """
-        if self._lazy is not None or taken.given is None:
-            return
-        have_earlier = False
-        if self._aside:
-            params, halves = map(self._buffers.of_masters, (taken.given.model, taken.halves))
-            have_earlier = self._aside.take_place(params, halves) is not halves
-        if taken.are_true and not have_earlier:
-            return
-        if have_earlier or taken.has_added or any(map(IS_SPARSE, taken.halves)):
-            round_into_halves(taken.given)
-        else:
-            self._buffers.copy_back(taken.halves, taken.check.grads)
-
-    def finish(self, taken: TakenPass, left: Iterable[Tensor] = ()) -> None:
-        """End a pass: those set aside are back at parameters that got none.
-
-        Args:
-            taken: the pass.
-            left: half gradients that it has not reached, and that were not set aside for it.
-        """
-        if taken.given is not None:
-            params = taken.given.model
-            halves: list[Any] = look_up(GRAD, params)  # another optimizer may have rounded into new
-            references = self._buffers.references(halves)
-            if not self._received:
-                # What was set aside goes back where this pass wrote none. If a step has used it, it
-                # goes on counting as used.
-                aside = [*self._aside.grads, *left]
-                versions = self._used.versions_of(left)
-                self._used.begin(self._used.among(aside) if aside else (), are_older=True)
-                self._used.set_versions(versions)
-            self._used.add(references)
-            stored: Iterable[Any] = ()
-            if not self._received.all_wait(halves):
-                stored = filter(_IS_THERE, map(STORED_GRAD, taken.given.master))
-            self._received.note(params, halves, references, list(map(weakref.ref, stored)))
-        self._aside.give_back()
-
     @without_default_device
     def follow_clipping(self, pairs: ParamPairs) -> None:
         """The gradients of these masters were clipped: those of half parameters are, too.
@@ -478,7 +354,8 @@ class Gradients:
         if left is not None:
             used = self._used.unwritten()
             grads = set(map(id, look_up(STORED_GRAD, pairs.model))) if used else ()
-            self.finish(self.receive(left, None), [one for one in used if id(one) in grads])
+            taken = self.passes.receive(left, None)
+            self.passes.finish(taken, [one for one in used if id(one) in grads])
             self.outside.was_last = True
             if were_shown:
                 self.outside.note_shown(pairs)
@@ -555,11 +432,8 @@ class Gradients:
 
     def _receive_given(self, given: ParamPairs) -> None:
         is_first = not self._received
-        self.finish(self.receive(given, None))
+        self.passes.finish(self.passes.receive(given, None))
         self.outside.was_last = is_first  # what a plain backward adds to is no block's
-
-
-_IS_THERE = functools.partial(operator.is_not, None)
 
 
 def _has_grad(param: Tensor) -> bool:

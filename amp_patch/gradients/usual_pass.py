@@ -1,7 +1,7 @@
 """What the usual backward wrote, taken in by a few calls of torch.
 
 In most steps each parameter has a dense gradient, and nothing was there before but what an earlier
-pass has received in the same way. `Gradients.receive` does the same for every other pass, by three
+pass has received in the same way. `Passes.receive` does the same for every other pass, by three
 times as many calls.
 """
 
@@ -62,7 +62,7 @@ class UsualPass:
 
         Args:
             buffers: of the last pass.
-            pairs, scale: see `Gradients.receive`.
+            pairs, scale: see `Passes.receive`.
 
         Returns:
             What was found; None, with nothing done, where the pass is another.

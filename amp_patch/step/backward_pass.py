@@ -230,12 +230,12 @@ class BackwardPass:
         if len(self._received) == 1 or self._share_nothing():
             return [one.receive_alone(pairs, scale) for one, pairs in self._received]
         # two optimizers may receive the same half gradients
-        passes = [(one.gradients, one.receive(pairs, scale)) for one, pairs in self._received]
-        for gradients, taken in passes:
-            gradients.round_into_halves(taken)
-        for gradients, taken in passes:
-            gradients.finish(taken)
-        return [(taken.check, taken.params) for _, taken in passes]
+        found = [(one.gradients.passes, one.receive(pairs, scale)) for one, pairs in self._received]
+        for passes, taken in found:
+            passes.round_into_halves(taken)
+        for passes, taken in found:
+            passes.finish(taken)
+        return [(taken.check, taken.params) for _, taken in found]
 
     def _share_nothing(self) -> bool:
         """Return whether no optimizer has, or had when the pass began, a parameter of another."""

@@ -92,7 +92,7 @@ class CurrentPass:
         is_over = not is_in_backward()
         if steps and not (is_over or self.is_scaled):
             if self._own is not None and self._gradients.are_earlier:
-                self._gradients.receive_alone(self._pairs(), None)
+                self._gradients.passes.receive_alone(self._pairs(), None)
             self.close()
         elif is_over and self._pass is not None and self._gradients.wrote(self._pairs()):
             self._pass.unscale_()

@@ -88,7 +88,7 @@ class OptimizerBackward:
         else:
             masters = self.masters
             self.gradients = Gradients(lazy, masters.own_gradients, masters.count_data_reads)
-            masters.call_when_reordered(self.gradients.forget_buffers)
+            masters.call_when_reordered(self.gradients.passes.forget_buffers)
         self.clipped = ClippedGradients(optimizer, held, self.gradients, fused)
         self.foreign = ForeignGradients()
         self.current = CurrentPass(held, self.gradients, skip)
@@ -195,18 +195,18 @@ class OptimizerBackward:
         self._end_pass()
 
     def receive(self, pairs: ParamPairs, scale: Scale | None) -> TakenPass:
-        """End the pass: take its gradients unscaled and checked, see `Gradients.receive`."""
+        """End the pass: take its gradients unscaled and checked, see `Passes.receive`."""
         self._end_backward(pairs)
         try:
-            return self.gradients.receive(pairs, scale)
+            return self.gradients.passes.receive(pairs, scale)
         finally:
             self._end_pass()
 
     def receive_alone(self, pairs: ParamPairs, scale: Scale | None) -> tuple[GradCheck, Tensors]:
-        """Do `receive` for a pass of this optimizer alone, see `Gradients.receive_alone`."""
+        """Do `receive` for a pass of this optimizer alone, see `Passes.receive_alone`."""
         self._end_backward(pairs)
         try:
-            return self.gradients.receive_alone(pairs, scale)
+            return self.gradients.passes.receive_alone(pairs, scale)
         finally:
             self._end_pass()
 

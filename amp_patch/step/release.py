@@ -40,7 +40,7 @@ def release(
             backward.cleared.drop()
     scale, taken = backward.gradients.scaled.scale, None
     if scale is not None and backward.gradients.are_delayed(backward.pairs()):
-        taken = backward.gradients.receive(backward.pairs().share(unscaled, "master"), scale)
+        taken = backward.gradients.passes.receive(backward.pairs().share(unscaled, "master"), scale)
     return functools.partial(_end, backward, fused, taken)
 
 
@@ -48,7 +48,7 @@ def _end(backward: OptimizerBackward, fused: FusedStep | None, taken: TakenPass 
     overflow = backward.skip.found()
     if taken is not None:
         overflow |= taken.check.overflow
-        backward.gradients.finish(taken)
+        backward.gradients.passes.finish(taken)
     if overflow:
         for tensor in chain(*backward.pairs()):
             tensor.grad = None

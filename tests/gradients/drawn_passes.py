@@ -79,11 +79,11 @@ class Received:
             self.gradients.delay(self.pairs, factor)
             return
         if is_alone:
-            check, params = self.gradients.receive_alone(self.pairs, one.scale)
+            check, params = self.gradients.passes.receive_alone(self.pairs, one.scale)
         else:
-            taken = self.gradients.receive(self.pairs, one.scale)
-            self.gradients.round_into_halves(taken)
-            self.gradients.finish(taken)
+            taken = self.gradients.passes.receive(self.pairs, one.scale)
+            self.gradients.passes.round_into_halves(taken)
+            self.gradients.passes.finish(taken)
             check, params = taken.check, taken.params
         self.kept.append((check.overflow, len(check.grads), list(map(self.name, params))))
         self.kept.append(self.lazy is not None and self.lazy.are_waiting)

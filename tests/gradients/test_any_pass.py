@@ -44,9 +44,9 @@ def test_a_later_pass_takes_the_memory_of_one_share(is_lazy: bool) -> None:
             half.grad = torch.full_like(half, 8.0)
 
     def receive() -> None:
-        taken = gradients.receive(pairs, 8.0)
-        gradients.round_into_halves(taken)
-        gradients.finish(taken)
+        taken = gradients.passes.receive(pairs, 8.0)
+        gradients.passes.round_into_halves(taken)
+        gradients.passes.finish(taken)
 
     for _ in range(2):
         backward()

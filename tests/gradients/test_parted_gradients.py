@@ -27,7 +27,7 @@ def received(gradients: Gradients, pairs: ParamPairs, value: float) -> None:
     """Make a block at a scale of 8, whose gradients are these."""
     gradients.set_aside(pairs, 8.0)
     backward(pairs.model[0], value * 8.0)
-    gradients.receive_alone(pairs, 8.0)
+    gradients.passes.receive_alone(pairs, 8.0)
 
 
 HALF_OR_NOT = pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

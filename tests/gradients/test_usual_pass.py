@@ -41,20 +41,10 @@ def test_the_short_way_is_for_what_most_steps_find(
     # which makes the buffers; of an earlier micro-batch, or of another step
     received.run(Pass((1, 2, 3), 8.0, before), is_alone=True)
     long: list[Any] = []
-    receive = received.gradients.receive
-    monkeypatch.setattr(
-        received.gradients, "receive", lambda *args: long.append(args) or receive(*args)
-    )
+    passes = received.gradients.passes
+    receive = passes.receive
+    monkeypatch.setattr(passes, "receive", lambda *args: long.append(args) or receive(*args))
     scale = 0.5 if odd == "scale" else 8.0
     received.run(Pass((1, 2, 3), scale, odd), is_alone=True)
     is_odd = odd not in ("", "all") and not (before and odd == "a master has one")
     assert bool(long) == is_odd
-
-
-def test_a_pass_that_failed_before_its_end_is_not_ended_by_a_later_one() -> None:
-    received = Received(is_lazy=False, in_place=0)
-    received.backward(Pass((1, 2, 3), 8.0, ""))
-    received.gradients.receive(received.pairs, 8.0)
-    received.gradients.drop(received.pairs)  # an interrupt came before `finish`
-    received.gradients.delay(received.pairs, 8.0)  # a backward that reached none of them
-    assert not received.gradients.are_pending

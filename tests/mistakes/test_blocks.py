@@ -26,7 +26,7 @@ from training import (
 )
 
 from amp_patch import amp as core
-from amp_patch.gradients.gradients import Gradients
+from amp_patch.gradients.passes import Passes
 
 INPUTS = next(batches())
 
@@ -322,7 +322,7 @@ def test_a_step_behind_a_block_whose_unscaling_failed(
     amp: ModuleType, level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, optimizer = prepared(amp, level)
-    monkeypatch.setattr(Gradients, "receive_alone", out_of_memory)
+    monkeypatch.setattr(Passes, "receive_alone", out_of_memory)
     block = amp.scale_loss(loss_of(model, INPUTS), optimizer)
     with pytest.raises(torch.OutOfMemoryError), block as scaled_loss:
         scaled_loss.backward()

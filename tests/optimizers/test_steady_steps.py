@@ -19,8 +19,6 @@ from support import nightly_but, scaled_backward
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from amp_patch.gradients.gradient_buffers import GradientBuffers
-from amp_patch.gradients.param_pairs import ParamPairs
 from amp_patch.kernels import cuda_optimizers, dense_rows
 from amp_patch.optimizers import FusedLAMB
 from amp_patch.optimizers.cuda_step import _Launches
@@ -84,7 +82,7 @@ class Training:
         for name in ("_scaled", "_unscaled"):
             kernels = cuda_step._update_type.kernels
             setattr(cuda_step, name, _Launches(cuda_step._update_type, kernels))
-        step.backward.gradients._buffers = GradientBuffers(ParamPairs([], []))
+        step.backward.gradients.passes.forget_buffers()
 
     def bits(self) -> list[Any]:
         tensors = [*self.params, *self.stepped()]

@@ -41,7 +41,7 @@ class Script:
         if reaches:
             self.param.grad = torch.ones_like(self.param)
         self.zeroing.look_at_written(self.pairs)
-        self.gradients.receive_alone(self.pairs, 1.0)
+        self.gradients.passes.receive_alone(self.pairs, 1.0)
 
     def abandoned_block(self) -> None:
         self.zeroing.begin(lambda: self.pairs)

@@ -158,7 +158,7 @@ class AmpOptimizerState:
         """Unscale the gradients and tell the scaler of overflows; it does not move yet."""
         backward = self._step().backward
         taken = backward.receive(backward.pairs(), loss_scaler.loss_scale())
-        backward.gradients.finish(taken)
+        backward.gradients.passes.finish(taken)
         loss_scaler.note(taken.check)
 
 
