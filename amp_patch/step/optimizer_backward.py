@@ -316,7 +316,8 @@ class OptimizerBackward:
                 "scaled. Leave both out in the last scale_loss() before it, or call "
                 "scaler.unscale_(optimizer), or clear them with optimizer.zero_grad()."
             )
-        self.gradients.finish(self.gradients.receive(self.pairs(), scale))
+        passes = self.gradients.passes
+        passes.finish(passes.receive(self.pairs(), scale))
 
     def _refuse_foreign(self, caller: str, among: Container[int] | None) -> None:
         pairs = self.pairs()
