@@ -88,16 +88,22 @@ _SHOWN = 10
 
 
 class SpoiledBuffers:
-    """The buffers of models that were finite when `follow` was called, or are new since."""
+    """The buffers of models that were finite when `follow` was called, or are new since.
+
+    A new one that holds no other than -inf is a mask, as a first forward may make.
+    """
 
     def __init__(self) -> None:
-        # of each model the paths of the buffers that were so from the beginning: masks, bounds
+        # Of each model the paths of the buffers that there were in the beginning; in the second
+        # table of those that were inf or NaN even then: masks, bounds.
+        self._first: ModuleTable[set[str]] = ModuleTable()
         self._known: ModuleTable[set[str]] = ModuleTable()
 
     def follow(self, models: Iterable[nn.Module]) -> None:
         """Look at models that were initialized; waits for their devices."""
         for model in models:
             if model not in self._known:
+                self._first[model] = {path for path, _ in model.named_buffers()}
                 self._known[model] = {path for path, _ in _nonfinite(model)}
 
     def found(self) -> list[SpoiledBuffer]:
@@ -106,7 +112,7 @@ class SpoiledBuffers:
             _described(model, path, kinds)
             for model, known in self._known.items()
             for path, kinds in _nonfinite(model)
-            if path not in known
+            if path not in known and (path in self._first[model] or kinds != ("-inf",))
         ]
 
 

@@ -132,3 +132,12 @@ def test_models_of_which_it_is_told_are_not_kept_and_copies_are_others() -> None
     model[0].running_var.fill_(torch.inf)
     del model
     assert buffers.found() == []
+
+
+def test_a_mask_that_a_forward_makes_is_no_statistic() -> None:
+    model, buffers = nn.BatchNorm1d(2), SpoiledBuffers()
+    buffers.follow([model])
+    model.register_buffer("mask", torch.full((2, 2), -torch.inf).triu(1))
+    model.register_buffer("late", torch.full((2,), torch.nan))
+    model.running_mean.fill_(-torch.inf)
+    assert {one.name for one in buffers.found()} == {"late", "running_mean"}
