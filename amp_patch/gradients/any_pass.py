@@ -49,6 +49,7 @@ class TakenPass(NamedTuple):
         halves: the gradients of these parameters.
         are_true: whether they hold what the masters have received: nothing was multiplied or added.
         has_added: whether a gradient was added to an earlier one.
+        unreached: half parameters of the optimizer that got none.
     """
 
     check: GradCheck
@@ -57,6 +58,7 @@ class TakenPass(NamedTuple):
     halves: list[Tensor]
     are_true: bool
     has_added: bool
+    unreached: list[Tensor]
 
 
 #: The check of gradients, and whether any was added to an earlier one.

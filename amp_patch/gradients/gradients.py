@@ -98,7 +98,8 @@ class Gradients:
     @property
     def may_be_cleared(self) -> bool:
         """True where gradients that no step has used yet are not as a backward left them."""
-        return self.scaled.scale is not None or not self._received.are_untouched()
+        received = self._received
+        return self.scaled.scale is not None or not received.are_untouched() or received.are_more()
 
     @property
     def are_left(self) -> bool:

@@ -95,7 +95,10 @@ class Passes:
         if self._aside.views:
             self._aside.tell_of_writes()
         grads: list[Any] = look_up(GRAD, pairs.model)
+        unreached: list[Tensor] = []
         if not are_complete(grads):
+            others = pairs.select([grad is None for grad in grads])
+            unreached = [param for param, _ in others.halves()]
             pairs = pairs.select([grad is not None for grad in grads])
             grads = [grad for grad in grads if grad is not None]
         if not self._buffers.fits(pairs):
@@ -113,6 +116,7 @@ class Passes:
             grads,
             are_true=not (was_scaled or has_added),
             has_added=has_added,
+            unreached=unreached,
         )
 
     def receive_alone(self, pairs: ParamPairs, scale: Scale | None) -> tuple[GradCheck, Tensors]:
@@ -174,7 +178,8 @@ class Passes:
             stored: Iterable[Any] = ()
             if not self._received.all_wait(halves):
                 stored = filter(_IS_THERE, map(STORED_GRAD, taken.given.master))
-            self._received.note(params, halves, references, list(map(weakref.ref, stored)))
+            stored = list(map(weakref.ref, stored))
+            self._received.note(params, halves, references, stored, taken.unreached)
         self._aside.give_back()
 
 

@@ -6,7 +6,7 @@ Knows pairs of parameters and masters; no scale, and not what follows of a chang
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -80,6 +80,7 @@ class ReceivedGradients:
         self.stepped: list[_Pass] = []
         self._data_reads = 0  # as counted when `stepped` was ended
         self._unseen = UnseenGradientWrites()
+        self._unreached: dict[int, Tensor] = {}  # by the id of a parameter
 
     def __bool__(self) -> bool:
         return bool(self._passes)
@@ -90,6 +91,7 @@ class ReceivedGradients:
         grads: list[Tensor],
         references: Sequence[Reference],
         stored: Sequence[Reference],
+        unreached: Iterable[Tensor] = (),
     ) -> None:
         """Note what one pass has given, the last one of these parameters, in their order.
 
@@ -98,12 +100,17 @@ class ReceivedGradients:
             grads: theirs.
             references: to these.
             stored: references to what masters have got; none to what waits.
+            unreached: half parameters of the optimizer that it has not come to.
         """
         source = self._source_of(grads)  # which has asked these very gradients
         versions = list(map(VERSION, grads)) if source is None else source.versions
         self._passes = [row for row in self._passes if not are_same(row[0], params)]
         self._passes.append((params, versions, references, stored))
         self.stepped = []  # which may keep small gradients alive
+        if unreached or self._unreached:
+            known = set(map(id, self.params()))
+            others = [*self._unreached.values(), *unreached]
+            self._unreached = {id(one): one for one in others if id(one) not in known}
         # A step that unscales half gradients later refuses changed ones itself.
         are_read = self._lazy is None or not isinstance(self._lazy.source, HalfGradients)
         if are_read and self._unseen.looks.left:
@@ -121,7 +128,7 @@ class ReceivedGradients:
 
     def clear(self) -> None:
         """Forget all of it, as if masters had received none."""
-        self._passes = []
+        self._passes, self._unreached = [], {}
         if self._unseen.sums:
             self._unseen.forget()
 
@@ -156,6 +163,10 @@ class ReceivedGradients:
             if not _untouched(*row[:3]):
                 return False
         return not (self._unseen.sums and self._unseen.written(self.params()))
+
+    def are_more(self) -> bool:
+        """Return whether there are gradients where no pass has left any: a script's."""
+        return any(stored_grad(one) is not None for one in self._unreached.values())
 
     def changes(self, pairs: ParamPairs, by_value: bool = False) -> Changes:
         """Return what was done to the noted gradients of these parameters.
@@ -197,6 +208,7 @@ class ReceivedGradients:
     def keep(self, params: list[Tensor], cleared: Collection[int]) -> None:
         """Forget all but what came last of these parameters, less those of the cleared ids."""
         noted = self._by_param()
+        self._unreached |= {id(one): one for one in self.params() if id(one) in cleared}
         kept = [param for param in params if id(param) in noted and id(param) not in cleared]
         versions = [noted[id(param)].version for param in kept]
         references = [noted[id(param)].reference for param in kept]

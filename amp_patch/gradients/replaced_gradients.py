@@ -56,20 +56,20 @@ class ReplacedGradients:
     def found(self, pairs: ParamPairs, changes: Changes, free: Iterable[Tensor]) -> ParamPairs:
         """Return the parameters of which masters are to get what a script has given them.
 
-        Those of replaced gradients, and then also those that no pass has reached. None where the
-        script has written to the masters' that it has read. What has a graph is the sum of a
-        backward, of another's block perhaps.
+        Those of replaced gradients, where none are left scaled, and those that no pass has reached.
+        None where the script has written to the masters' that it has read. What has a graph is the
+        sum of a backward, of another's block perhaps.
 
         Args:
             pairs: of the optimizer.
             changes: what was done to gradients that masters have received.
             free: masters that have no gradient that a script has given them.
         """
-        if self._lazy is not None or self.had_another_block or not changes.given.model:
+        if self.had_another_block:
             return ParamPairs([], [])
         if self.read and set(self.read) != set(_versions(pairs.master)):
             return ParamPairs([], [])
-        replaced = set(map(id, changes.given.model))
+        replaced = set(map(id, changes.given.model)) if self._lazy is None else set()
         reached = set(map(id, self._received.params()))
         used = set(map(id, self._used.alive()))
         may_get = set(map(id, free))

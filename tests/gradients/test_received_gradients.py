@@ -91,6 +91,25 @@ def test_after_a_read_of_data_nobody_knows_what_a_script_wrote() -> None:
     assert not received.are_as_stepped()
 
 
+def test_gradients_are_more_where_no_pass_has_come_and_until_the_step() -> None:
+    params = params_with_gradients()
+    one, two, three = ([param] for param in params)
+    grads = {id(param): [param.grad] for param in params}
+    for param in two + three:
+        param.grad = None
+    received = ReceivedGradients()
+    received.note(one, grads[id(params[0])], grads[id(params[0])], [], unreached=two + three)
+    assert not received.are_more()
+    params[1].grad = grads[id(params[1])][0]
+    assert received.are_more()
+    received.note(two, grads[id(params[1])], grads[id(params[1])], [], unreached=three)
+    assert not received.are_more()
+    received.keep(one, {id(params[1])})  # a script has cleared it, and gives it another
+    assert received.are_more()
+    received.end()
+    assert not received.are_more()
+
+
 def test_what_a_step_has_used_goes_with_the_next_pass() -> None:
     """Here small gradients are held, not referred to."""
     params = params_with_gradients()

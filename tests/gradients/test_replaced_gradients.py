@@ -227,3 +227,91 @@ def test_what_a_script_gives_a_master_is_stepped_whatever_it_gives_its_half_para
     with pytest.warns(UserWarning, match="has no effect"):
         optimizer.step()
     torch.testing.assert_close(before - master, torch.full_like(master, 0.5))
+
+
+class Program:
+    """Steps of two layers, of which blocks reach one or both, and gradients are set by hand."""
+
+    def __init__(self, amp, opt_level, **options):
+        torch.manual_seed(0)
+        self.amp = amp
+        layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
+        params = [param for layer in layers for param in layer.parameters()]
+        optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.5)
+        self.layers, self.optimizer = amp.initialize(
+            layers, optimizer, opt_level=opt_level, verbosity=0, **options
+        )
+
+    def run(self, steps):
+        """Make steps, and return what they have left of the weights."""
+        for number, calls in enumerate(steps, 1):
+            self.optimizer.zero_grad()
+            for name, *which in calls:
+                getattr(self, name)(number, *which)
+            self.optimizer.step()
+        found = values(self.amp.master_params(self.optimizer))
+        self.amp.deactivate()
+        return found
+
+    def block(self, number, *which):
+        inputs = torch.full((2, 4), 0.1 * number)
+        outputs = [self.layers[one](inputs).float() for one in which]
+        loss = sum(output.square().mean() for output in outputs)
+        with self.amp.scale_loss(loss, self.optimizer) as scaled_loss:
+            scaled_loss.backward()
+
+    def give(self, number, which):
+        for param in self.layers[which].parameters():
+            param.grad = torch.full_like(param, 0.25 * number)
+
+    def clear(self, number, which):
+        for param in self.layers[which].parameters():
+            param.grad = None
+
+    def clip(self, number):
+        nn.utils.clip_grad_norm_(self.amp.master_params(self.optimizer), 0.7)
+
+
+ONE, OTHER, BOTH = ("block", 0), ("block", 1), ("block", 0, 1)
+
+
+@pytest.mark.parametrize("fused_step", [False, True])
+@pytest.mark.parametrize(
+    "calls",
+    [
+        [ONE, ("give", 1)],
+        [ONE, ("give", 1), ("clip",)],
+        [ONE, OTHER, ("clear", 0), ("clip",), ("give", 0)],
+        [ONE, ONE, ("give", 1), ("give", 1)],
+        [("give", 1), ONE, ("clip",)],
+        [ONE, ("clip",), ("give", 1), ("clip",)],
+    ],
+)
+@pytest.mark.parametrize("opt_level", WITH_MASTERS)
+def test_gradients_given_where_no_block_has_come_are_stepped(amp, opt_level, calls, fused_step):
+    """As by torch.autograd.grad for the encoder, beside a block for the head."""
+    steps = [calls, calls, [BOTH], calls, [ONE], calls]
+    expected = Program(amp, "O0").run(steps)
+    found = Program(amp, opt_level, loss_scale=128.0, fused_step=fused_step).run(steps)
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("opt_level", WITH_MASTERS)
+def test_gradients_that_the_block_of_another_optimizer_may_have_left_are_not_given(amp, opt_level):
+    """They may be multiplied by its scale."""
+    program = Program(amp, opt_level, loss_scale=128.0)
+    other = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    other, optimizer = amp.initialize(
+        other, optimizer, opt_level=opt_level, verbosity=0, loss_scale=128.0
+    )
+    with amp.scale_loss(other(torch.ones(2, 4)).float().sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    before = values(program.layers[1].parameters())
+    program.optimizer.zero_grad()
+    program.block(1, 0)
+    with amp.scale_loss(other(torch.ones(2, 4)).float().sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    program.give(1, 1)
+    program.optimizer.step()
+    assert all(map(torch.equal, before, values(program.layers[1].parameters())))
