@@ -1,8 +1,10 @@
 """Targets that a model's call rounds, told once, with the rule that leaves them as they are.
 
 At O2, O3 and O5 a model's call casts all float32 tensors, so corners of boxes in pixels as well: in
-bfloat16 1333.3 becomes 1336. Also told is a rule that leaves a part of an argument alone which does
-not come. Knows the names that targets have; not how inputs are cast.
+bfloat16 1333.3 becomes 1336. So do the ids of categories, which a table of features may hold as
+float32 beside its other columns: 1001 becomes 1000, and another row is looked up. Also told is a
+rule that leaves a part of an argument alone which does not come. Knows the names that targets have;
+not how inputs are cast.
 """
 
 from __future__ import annotations
@@ -106,6 +108,8 @@ class RoundedTargets:
             return
         unseen = frozenset(name for name in awaited.unseen if not has_part(given, name))
         self._seen |= awaited.unseen - unseen
+        if awaited.calls == _CALLS:  # once, for whatever comes is looked at
+            _look_for_ids(model, awaited, given)
         if not found and awaited.calls > 1:
             self._awaited[model] = awaited._replace(calls=awaited.calls - 1, unseen=unseen)
             return
@@ -136,11 +140,44 @@ def _is_captured(tensor: Tensor) -> bool:
 
 def _targets_in(given: Mapping[str, Any], kept: Collection[str]) -> Iterator[tuple[str, Tensor]]:
     """Yield the float32 tensors that a name tells to be targets, each with the name as in rules."""
+    for path, tensor in _cast_in(given, kept):
+        told = [count for count, key in enumerate(path, 1) if _NAMES.search(key)]
+        if told:
+            yield ".".join(path[: told[0]]), tensor
+
+
+def _cast_in(
+    given: Mapping[str, Any], kept: Collection[str]
+) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+    """Yield the float32 tensors that the call casts, by the keys to them."""
     for path, tensor in _floats_in(given, ()):
-        names = [".".join(path[: count + 1]) for count in range(len(path))]
-        if not any(name in kept for name in names):
-            told = (name for name, key in zip(names, path, strict=True) if _NAMES.search(key))
-            yield from ((name, tensor) for name in [*told][:1])
+        if not any(".".join(path[: count + 1]) in kept for count in range(len(path))):
+            yield path, tensor
+
+
+def _look_for_ids(model: nn.Module, awaited: _Awaited, given: Mapping[str, Any]) -> None:
+    """Warn of the first table of features with columns of whole numbers that the call changes."""
+    for path, tensor in _cast_in(given, awaited.kept):
+        is_passed_over = _is_captured(tensor) or any(_NAMES.search(key) for key in path)
+        off = 0.0 if is_passed_over else _whole_numbers_off(tensor, awaited.half)
+        if off:
+            _warn_of_ids(model, awaited, ".".join(path), off)
+            return
+
+
+def _whole_numbers_off(tensor: Tensor, half: torch.dtype) -> float:
+    """Return by how much those are off of the columns that have no others; 0 where all are kept.
+
+    Of tables, (rows, columns), and of sequences of rows with other columns beside them. Not of
+    columns with a number below 0, which are no ids: sounds, say.
+    """
+    if tensor.dim() not in (2, 3):
+        return 0.0
+    rows = tensor.detach().as_subclass(Tensor).flatten(0, -2)
+    are_whole = ((rows == rows.floor()) & (rows >= 0)).all(0)
+    if not bool(are_whole.any()) or (tensor.dim() == 3 and bool(are_whole.all())):
+        return 0.0
+    return _rounded_by(rows[:, are_whole], half)
 
 
 def _floats_in(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Tensor]]:
@@ -169,6 +206,16 @@ def _warn(model: nn.Module, awaited: _Awaited, name: str, off: float) -> None:
         f"times, too, which must keep their numbers; got {name!r} of {type(model).__name__}"
         f".forward, which {awaited.half} rounds by up to {off:.3g}. Leave it as it is by "
         f"amp.initialize(..., rules={{'inputs': {{{name!r}: 'off'}}}}), or pass it in float64."
+    )
+
+
+def _warn_of_ids(model: nn.Module, awaited: _Awaited, name: str, off: float) -> None:
+    warn_once(
+        f"a call of a model at opt_level {awaited.level} casts float32 ids, too, of which other "
+        f"rows are looked up then; got {name!r} of {type(model).__name__}.forward, with columns of "
+        f"whole numbers that {awaited.half} rounds by up to {off:.3g}. Leave it as it is by "
+        f"amp.initialize(..., rules={{'inputs': {{{name!r}: 'off'}}}}), pass ids as integers, or "
+        "scale what are no ids to numbers near 1."
     )
 
 

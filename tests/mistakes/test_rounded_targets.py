@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from amp_patch import amp as core
 from amp_patch.casting.argument_casts import tensors_in
+from amp_patch.mistakes import rounded_targets
 from amp_patch.session import session
 
 X = torch.linspace(-1.0, 1.0, 8).view(2, 4)
@@ -138,6 +139,109 @@ class Boxes(Tensor):
 def test_boxes_of_a_class_of_their_own_are_looked_at(amp: ModuleType) -> None:
     model = amp.initialize(Detector(), opt_level="O5", verbosity=0)
     assert "rounds by up to 2.7." in warned(model, X, {"boxes": BOXES.as_subclass(Boxes)})[0]
+
+
+def table(*columns: Tensor, shape: tuple[int, ...] = (-1,)) -> Tensor:
+    """Return columns beside each other, in rows of a shape."""
+    return torch.stack(columns, -1).view(*shape, len(columns))
+
+
+COUNT = 24
+FEATURE = torch.linspace(-3.0, 3.0, COUNT)
+#: Of these 2049 is none of float16's, and 257 none of bfloat16's.
+IDS = torch.arange(COUNT).remainder(3) + 2047.0
+TABLES = {
+    "beside features": table(FEATURE, IDS),
+    "alone": table(IDS),
+    "in sequences": table(FEATURE, IDS, shape=(4, 6)),
+}
+
+
+class Tabular(Detector):
+    """Looks rows of a table up by what stands in the last column."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(3000, 4)
+
+    def forward(self, x: Any, gt_boxes: Any = None, size: Any = None) -> Tensor:
+        ids: Tensor = x["ids"] if isinstance(x, dict) else x
+        found: Tensor = self.head(self.rows(ids[..., -1].long()))
+        return found
+
+
+@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("level", HALF)
+def test_ids_in_a_table_of_features_are_told_with_what_mends_it(
+    amp: ModuleType, level: str, name: str
+) -> None:
+    model = amp.initialize(Tabular(), opt_level=level, verbosity=0)
+    message = (
+        f"a call of a model at opt_level {level} casts float32 ids, too, of which other rows are "
+        f"looked up then; got 'x' of Tabular.forward, with columns of whole numbers that "
+        f"{HALF[level]} rounds by up to 1. Leave it as it is by amp.initialize(..., rules="
+        "{'inputs': {'x': 'off'}}), pass ids as integers, or scale what are no ids to numbers "
+        "near 1."
+    )
+    assert warned(model, TABLES[name]) == [message]
+    assert warned(model, TABLES[name]) == []
+    core.deactivate()
+    rules = {"inputs": {"x": "off"}}
+    model = core.initialize(Tabular(), opt_level=level, verbosity=0, rules=rules)
+    looked_up: list[Tensor] = []
+    model.rows.register_forward_pre_hook(lambda _, args: looked_up.append(args[0]))
+    assert warned(model, TABLES[name]) == []
+    assert torch.equal(looked_up[0], TABLES[name][..., -1].long())
+
+
+def test_a_part_with_ids_is_told_by_its_name(amp: ModuleType) -> None:
+    model = amp.initialize(Tabular(), opt_level="O5", verbosity=0)
+    (message,) = warned(model, {"ids": TABLES["alone"], "others": X})
+    assert "rules={'inputs': {'x.ids': 'off'}}" in message
+
+
+NO_IDS = {
+    "integers": TABLES["alone"].long(),
+    "double": TABLES["alone"].double(),
+    "small": table(FEATURE, IDS - 2000.0),
+    "pixels": torch.arange(256.0).view(1, 16, 16),
+    "a deep picture": IDS.view(4, 3, 2),
+    "a sound": table(IDS, IDS).sub(3000.0),
+    "measured": table(FEATURE * 1000.0, FEATURE),
+    "pictures": IDS.view(2, 3, 2, 2),
+}
+
+
+@pytest.mark.parametrize("name", NO_IDS)
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_numbers_that_are_no_ids_are_not_told(amp: ModuleType, level: str, name: str) -> None:
+    class Summing(Detector):
+        def forward(self, x: Tensor, gt_boxes: Any = None, size: Any = None) -> Tensor:
+            return x.float().sum() + self.head.weight.sum()
+
+    model = amp.initialize(Summing(), opt_level=level, verbosity=0)
+    assert warned(model, NO_IDS[name]) == []
+
+
+def test_a_target_is_told_as_one(amp: ModuleType) -> None:
+    model = amp.initialize(Detector(), opt_level="O5", verbosity=0)
+    (message,) = warned(model, X, gt_boxes=TABLES["alone"])
+    assert "casts float32 targets" in message
+
+
+def test_what_a_graph_captures_is_not_read(
+    amp: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rounded_targets, "_is_captured", lambda _: True)
+    model = amp.initialize(Tabular(), opt_level="O5", verbosity=0)
+    assert warned(model, TABLES["alone"]) == []
+
+
+def test_ids_are_looked_for_in_the_first_training_call_alone(amp: ModuleType) -> None:
+    model = amp.initialize(Tabular(), opt_level="O5", verbosity=0)
+    assert warned(model.eval(), TABLES["alone"]) == []
+    assert warned(model.train(), TABLES["alone"] - 2000.0) == []
+    assert warned(model, TABLES["alone"]) == []
 
 
 class Sample(NamedTuple):
