@@ -84,6 +84,12 @@ class ScaledLoss(LossBlock):
         try:
             if torch.is_grad_enabled():
                 return self._pass.scale(self._loss)
+            if torch.is_inference_mode_enabled():
+                raise RuntimeError(
+                    "scale_loss() must be entered outside of torch.inference_mode(), for gradients "
+                    "that are made there cannot be unscaled outside; got a block inside of it. End "
+                    "the inference_mode() before the block, or write torch.no_grad() in its place."
+                )
             with torch.enable_grad():  # a backward works without, and so it does here
                 return self._pass.scale(self._loss)
         except BaseException:

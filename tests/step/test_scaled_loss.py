@@ -561,6 +561,24 @@ def test_a_backward_works_with_gradients_off_as_it_does_without_amp(
     assert model.state_dict()["weight"].tolist() == [-0.25, -0.25]
 
 
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_a_block_in_inference_mode_is_refused_and_leaves_nothing(
+    amp: ModuleType, level: str
+) -> None:
+    model, optimizer = prepared(amp, level, 1.0 if level == "O5" else 4.0)
+    message = (
+        "scale_loss() must be entered outside of torch.inference_mode(), for gradients that are "
+        "made there cannot be unscaled outside; got a block inside of it. End the "
+        "inference_mode() before the block, or write torch.no_grad() in its place."
+    )
+    loss = model.loss(0.25)
+    with torch.inference_mode(), pytest.raises(RuntimeError, match=exactly(message)):
+        scaled_backward(amp, loss, optimizer)
+    scaled_backward(amp, loss, optimizer)
+    optimizer.step()
+    assert model.state_dict()["weight"].tolist() == [-0.25, -0.25]
+
+
 @pytest.mark.parametrize("fused_step", [False, True])
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_masters_have_true_gradients_in_the_block_behind_its_backward(
