@@ -27,8 +27,7 @@ class EarlyLooks:
 
     def count(self) -> None:
         """One was made, if any was left."""
-        if self.left:
-            self.left -= 1
+        self.left = max(self.left - 1, 0)  # another thread may have made the last one
 
     def look_once(self) -> None:
         """Make one more where none is left."""

@@ -316,7 +316,9 @@ class OptimizerBackward:
                 "scaled. Leave both out in the last scale_loss() before it, or call "
                 "scaler.unscale_(optimizer), or clear them with optimizer.zero_grad()."
             )
-        self.gradients.passes.receive_alone(self.pairs(), scale)
+        # Half gradients stay as they are: another optimizer may have yet to take in the same ones.
+        passes = self.gradients.passes
+        passes.finish(passes.receive(self.pairs(), scale))
 
     def _refuse_foreign(self, caller: str, among: Container[int] | None) -> None:
         pairs = self.pairs()

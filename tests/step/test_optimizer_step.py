@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
+from amp_patch import amp as core
 from amp_patch.session import session
 from amp_patch.step.given_gradients import NOT_CLEARED
 
@@ -274,6 +275,33 @@ def test_what_a_scale_of_one_has_left_is_stepped(
         return weight.detach().clone()
 
     torch.testing.assert_close(weights_of(level, **options), weights_of("O0"), rtol=0.02, atol=0.01)
+
+
+@pytest.mark.parametrize("micro_batches", [(True,), (False, True), (True, False, True)])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_what_a_scale_of_one_has_left_is_stepped_by_all_that_hold_it(
+    amp: ModuleType, level: str, micro_batches: tuple[bool, ...]
+) -> None:
+    def weights_of(level: str, **options: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2)
+        given = [SGD(model.parameters(), lr=0.1), SGD([model.weight], lr=0.05, momentum=0.5)]
+        model, optimizers = amp.initialize(model, given, opt_level=level, verbosity=0, **options)
+        for _ in range(2):
+            for number, delays in enumerate(micro_batches, 1):
+                loss = model(torch.full((2, 4), 0.5 * number)).float().square().sum()
+                with amp.scale_loss(loss, optimizers, delay_unscale=delays) as scaled_loss:
+                    scaled_loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+        found = [value.clone() for value in model.state_dict().values()]
+        core.deactivate()
+        return found
+
+    found = weights_of(level, loss_scale=1.0)
+    torch.testing.assert_close(found, weights_of("O0"), rtol=0.02, atol=0.01)
 
 
 # --- learning-rate schedulers ---
