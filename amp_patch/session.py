@@ -41,7 +41,6 @@ from torch.optim.optimizer import (
 from . import arguments, kernels
 from .backward_passes import BackwardPasses
 from .casting import data_reads, torch_compile, torch_sites
-from .casting.cpu_sums import CPUSums
 from .casting.libraries.library_functions import LibraryFunctions
 from .casting.mode import ALL_DEVICES, mode, process
 from .casting.patched_functions import PatchedFunctions
@@ -108,7 +107,6 @@ class Session:
         state_dicts: writes and reads those of models in half.
         models, optimizers, functions: what was done to each.
         libraries: the functions of other libraries; their rules outlive the session.
-        cpu_sums: torch's kernels for a CPU that add in half.
         methods: registered to cast as the model's call does; the registration outlives the session.
         lookup: finds what a call of the user's is for.
         scalers: one list per process; a loss_id of an optimizer points into it.
@@ -129,7 +127,6 @@ class Session:
         self.was_used = False
         self._registered: dict[tuple[int, str], tuple[Any, str, str]] = {}
         self.libraries = LibraryFunctions(lambda *args: self.functions.beneath(*args))
-        self.cpu_sums = CPUSums()
         self.methods = ForwardMethods(lambda: list(self.models.levels))
         self._reset()
 
@@ -199,8 +196,6 @@ class Session:
             self._start(level, on_error)
             on_error.callback(Snapshot(models, stepping).restore)
             self._patch_functions(models, level, rules, tells_casts, on_error)
-            if level.casts_functions or level.stores_half:
-                self.cpu_sums.install_for(models, on_error)
             on_error.callback(self.values.end_conversion)
             self.models.set_up(models, level, stepped, rules_of_each, on_error)
             self.optimizers.set_up(
@@ -363,7 +358,6 @@ class Session:
         self.optimizers.match_state()
         self.functions.undo()
         self.libraries.undo()
-        self.cpu_sums.undo()
         self.methods.undo()
         self._torch_patches.undo()
         for hook in self._step_hooks:

@@ -54,7 +54,7 @@ def adding_in_float32(function: Function) -> Function:
             return function(*args, **kwargs)
         if kwargs.get("out") is not None or not (mode.stored is not None or casts_are_on()):
             return function(*args, **kwargs)
-        if are_few((args[1:], kwargs), target.numel()):
+        if target.numel() > _SMALL and _are_few(target, (args[1:], kwargs)):
             return function(*args, **kwargs)
         named = {key: _in_float32(value) for key, value in kwargs.items()}
         wide = function(*[_in_float32(value) for value in args], **named)
@@ -63,19 +63,13 @@ def adding_in_float32(function: Function) -> Function:
     return add
 
 
-def are_few(others: Any, count: int) -> bool:
-    """Return whether a copy of a large tensor would take longer than all that is added to it.
+def _are_few(target: Tensor, others: Any) -> bool:
+    """Return whether a copy of the target would take longer than all that is added to it.
 
     So it is where a few rows are added to a table of words.
-
-    Args:
-        others: what is added, alone or with other arguments.
-        count: of the tensor's numbers.
     """
-    if count <= _SMALL:
-        return False
     most = max((one.numel() for one in tensors_in(others)), default=0)
-    return count > _SHARE * most
+    return target.numel() > _SHARE * most
 
 
 def _in_float32(value: Any) -> Any:

@@ -289,7 +289,7 @@ def test_attention_to_thousands_of_neighbours_is_that_of_float64(
     assert error < 4 * torch.finfo(HALF_OF[level]).eps
 
 
-#: Lookups whose gradient is right with any torch, see `test_cpu_sums` for others.
+#: What the documentation says to write for ``h[ids]``, whose gradient autograd adds up in half.
 LOOKUPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "index_select": lambda h, ids: h.index_select(0, ids),
     "in float32": lambda h, ids: h.float()[ids].to(h.dtype),
@@ -298,7 +298,7 @@ LOOKUPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("lookup", LOOKUPS)
 @pytest.mark.parametrize("level", ["O1", "O5"])
-def test_a_lookup_with_any_torch_has_the_gradient_of_float64(
+def test_a_lookup_as_is_documented_has_the_gradient_of_float64(
     amp: ModuleType, level: str, lookup: str
 ) -> None:
     table = tensors(HALF_OF[level])[0].detach()[:, None].requires_grad_()
