@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import UninitializedParameter
 
 from amp_patch.levels import HALVES
@@ -108,6 +109,8 @@ def refuse_unstorable(models: Iterable[nn.Module]) -> None:
             parameter of another dtype does not have.
     """
     for model in models:
+        norms = [one for one in model.modules() if isinstance(one, _NormBase)]
+        of_norms = {id(param) for one in norms for param in one.parameters()}
         for name, param in model.named_parameters():
             if isinstance(param, UninitializedParameter):
                 raise RuntimeError(
@@ -121,7 +124,8 @@ def refuse_unstorable(models: Iterable[nn.Module]) -> None:
                     f"store them in half precision; got {name!r}, an inference tensor. Call "
                     "amp.initialize(copy.deepcopy(model), ...) outside of it."
                 )
-            if getattr(param, "_in_backward_optimizers", None):
+            steps_in_backward = getattr(param, "_in_backward_optimizers", None)
+            if steps_in_backward and id(param) not in of_norms:  # which most often stay float32
                 raise RuntimeError(
                     "models must come without optimizers that step in the backward, for these "
                     "never hear of a parameter that amp.initialize() stores in half precision; got "

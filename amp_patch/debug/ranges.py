@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from amp_patch.distributed.shards import local
 from amp_patch.kernels import values
@@ -55,6 +56,7 @@ def can_look(tensor: Any) -> bool:
     """Return whether a tensor holds floating or complex numbers that can be read."""
     return (
         isinstance(tensor, Tensor)
+        and not is_lazy(tensor)
         and (tensor.is_floating_point() or tensor.is_complex())
         and tensor.device.type != "meta"
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)

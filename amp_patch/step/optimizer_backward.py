@@ -307,9 +307,14 @@ class OptimizerBackward:
         self.shown.receive_unscaled()
 
     def _take_delayed(self, caller: str) -> None:
-        """Give masters what was left for a further backward, where nothing has multiplied it."""
+        """Give masters what was left for a further backward, where nothing ever multiplies it.
+
+        Not where a scale may move that is 1 now, which an overflow has to hear of; nor what other
+        ranks have no part in.
+        """
         scale = self.gradients.scaled.scale
-        if scale is None or not is_one(scale):
+        is_shared = self.unshared_scale is None
+        if scale is None or not (is_one(scale) and is_shared and not self.current.is_scaled):
             raise RuntimeError(
                 f"{caller} needs unscaled gradients; the last scale_loss(..., "
                 "delay_unscale=True) or one under no_sync(), or a GradScaler's scale(), left them "

@@ -5,12 +5,14 @@ A loss need not tell: a training with running statistics that are inf goes on as
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
 
-from amp_patch.debug.spoiled_buffers import SpoiledBuffers
+from amp_patch.debug.spoiled_buffers import SpoiledBuffer, SpoiledBuffers
 
 from .recorded import SPOILED
 
@@ -29,7 +31,8 @@ class BufferLooks:
 
     def follow(self, models: Iterable[nn.Module]) -> None:
         """Look at models that were initialized; waits for their devices."""
-        self._buffers.follow(models)
+        with contextlib.suppress(RuntimeError):  # what cannot be read is not looked at
+            self._buffers.follow(models)
 
     def step(self) -> None:
         """A step is made: look after the 1st, 2nd, 4th, 8th and so on."""
@@ -39,7 +42,15 @@ class BufferLooks:
 
     def look(self) -> None:
         """Write what is inf or NaN now; waits for the models' devices."""
-        for one in self._buffers.found():
+        found: list[SpoiledBuffer] = []
+        with contextlib.suppress(RuntimeError):  # of memory that was freed, or a device that failed
+            found = self._buffers.found()
+        for one in found:
             if one.title() not in self._told:
                 self._told.add(one.title())
                 self._write({SPOILED: one.title()})
+
+    def look_at_end(self) -> None:
+        """Look when the process ends; not where an error ends it, for devices may not answer."""
+        if getattr(sys, "last_value", None) is None:
+            self.look()

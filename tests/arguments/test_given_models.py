@@ -208,6 +208,9 @@ def test_optimizers_that_step_in_the_backward_are_refused_where_they_would_never
     with pytest.raises(RuntimeError, match=exactly(message)):
         amp.initialize(model, **options)
     assert model.weight.dtype is torch.float32
+    norm = nn.BatchNorm1d(2)
+    _apply_optimizer_in_backward(torch.optim.SGD, norm.parameters(), {"lr": 1.0})
+    arguments.refuse_unstorable([nn.Sequential(nn.Linear(2, 2), norm)])  # which O2 keeps in float32
 
 
 COMPILED: dict[str, Callable[[nn.Module], nn.Module]] = {

@@ -134,6 +134,15 @@ def test_models_of_which_it_is_told_are_not_kept_and_copies_are_others() -> None
     assert buffers.found() == []
 
 
+def test_what_has_no_numbers_yet_is_not_looked_at() -> None:
+    model, buffers = nn.LazyBatchNorm1d(), SpoiledBuffers()
+    buffers.follow([model])
+    assert buffers.found() == []
+    model(torch.ones(4, 2))
+    model.running_var.fill_(torch.inf)
+    assert [one.name for one in buffers.found()] == ["running_var"]
+
+
 def test_a_mask_that_a_forward_makes_is_no_statistic() -> None:
     model, buffers = nn.BatchNorm1d(2), SpoiledBuffers()
     buffers.follow([model])

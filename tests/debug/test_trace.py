@@ -571,10 +571,10 @@ def test_an_eps_of_0_is_blamed_in_float32_as_well(amp) -> None:
 
 def test_an_input_beyond_float16_is_told_from_an_operator_that_overflows(amp) -> None:
     model, optimizer = prepared(amp, around(nn.Tanh()), "O2")
-    with amp.scale_loss(square(model(torch.full((4, WIDTH), 1e6))), optimizer) as scaled:
+    with amp.scale_loss(square(model(torch.full((4, WIDTH), 1e6 + 0.5))), optimizer) as scaled:
         scaled.backward()
     cause = the_cause(amp)
-    assert (cause.module, cause.operator, cause.operands[0].largest) == ("", "cast", 1e6)
+    assert (cause.module, cause.operator, cause.operands[0].largest) == ("", "cast", 1e6 + 0.5)
     assert "normalize the input" in cause.advice()
 
 

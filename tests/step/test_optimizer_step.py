@@ -277,6 +277,36 @@ def test_what_a_scale_of_one_has_left_is_stepped(
     torch.testing.assert_close(weights_of(level, **options), weights_of("O0"), rtol=0.02, atol=0.01)
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_what_a_dynamic_scale_that_is_one_now_has_left_is_refused(
+    amp: ModuleType, level: str
+) -> None:
+    """It may hold an overflow, which that scale has to hear of."""
+    model = nn.Linear(4, 2)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    core.initialize(model, optimizer, opt_level=level, verbosity=0, max_loss_scale=1.0)
+    loss = model(torch.ones(2, 4)).float().sum() * INF
+    with amp.scale_loss(loss, optimizer, delay_unscale=True) as scaled_loss:
+        scaled_loss.backward()
+    before = everything(model, optimizer)
+    with pytest.raises(RuntimeError, match="needs unscaled gradients"):
+        optimizer.step()
+    assert_unchanged(model, optimizer, before)
+
+
+def test_what_one_rank_alone_has_left_is_refused_at_a_scale_of_one(amp: ModuleType) -> None:
+    """As a last backward under ``no_sync()``."""
+    model = nn.Linear(4, 2)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    core.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    loss = model(torch.ones(2, 4)).float().sum()
+    with amp.scale_loss(loss, optimizer, delay_unscale=True) as scaled_loss:
+        scaled_loss.backward()
+    session.optimizers.steps[optimizer].backward.unshared_scale = 1.0
+    with pytest.raises(RuntimeError, match=r"or one under no_sync\(\)"):
+        optimizer.step()
+
+
 @pytest.mark.parametrize("micro_batches", [(True,), (False, True), (True, False, True)])
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_what_a_scale_of_one_has_left_is_stepped_by_all_that_hold_it(

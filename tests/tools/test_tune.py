@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import sys
 import types
 from pathlib import Path
 from typing import Any
@@ -318,6 +319,7 @@ def test_a_run_that_spoils_its_buffers_is_of_no_use_but_where_fp32_does_it_too(
         losses.stepped(optimizer, Skip(print))
         model.running_mean.fill_(mean)
         losses.look_at_buffers()
+        losses.look_at_buffers()
         lines = "".join(json.dumps(line) + "\n" for line in written)
         (tmp_path / "steps-rank0.jsonl").write_text(lines, encoding="utf-8")
         return runner.metric(Setting(level))
@@ -330,6 +332,26 @@ def test_a_run_that_spoils_its_buffers_is_of_no_use_but_where_fp32_does_it_too(
     )
     metric("O0", float("inf"))
     assert metric("O3", float("inf")).failure is None
+
+
+def test_buffers_are_looked_at_when_the_script_ends_by_itself(monkeypatch) -> None:
+    at_end: list[Any] = []
+    written: list[dict[str, Any]] = []
+    monkeypatch.setattr(recorder, "at_end", at_end.append)
+    losses = recorder.Losses(types.SimpleNamespace(write=written.append))
+    model = nn.BatchNorm1d(2)
+    losses.prepared([model])
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(3):
+        losses.stepped(optimizer, Skip(print))
+    model.running_var.fill_(float("nan"))
+    (end,) = at_end
+    monkeypatch.setattr(sys, "last_value", ValueError(), raising=False)
+    end()
+    assert [one for one in written if "spoiled" in one] == []
+    monkeypatch.setattr(sys, "last_value", None)
+    end()
+    assert len([one for one in written if "spoiled" in one]) == 1
 
 
 @pytest.mark.parametrize("warm_loss", [1.0, 1.1])

@@ -156,8 +156,7 @@ class Recorder(StepObserver):
         if self._has_ended:
             return
         self._has_ended = True
-        with contextlib.suppress(RuntimeError):  # of a device that has failed
-            self._buffers.look()
+        self._buffers.look_at_end()
         if self._counting is not None:
             self._end_counting(self._counting[0])
         if self._stepped and not self._is_over:

@@ -134,7 +134,8 @@ def take(run: Run, recordings: Folder) -> None:
     found = recordings.read()
     first = first_rank(found)
     if first is not None:
-        run.steps, run.about, run.spoiled = first.steps, first.about, first.spoiled
+        run.steps, run.about = first.steps, first.about
+    run.spoiled = [title for one in found.values() for title in one.spoiled]
     run.unlike_skips = unlike_skips(found)
 
 

@@ -59,13 +59,13 @@ def verdict_of(runs: Sequence[Run], references: Sequence[Run], tolerance: float)
     worst = max(single, key=lambda verdict: _badness(verdict.kind))
     if worst.kind != OK or runs[0].level == REFERENCE:
         return worst
-    spoiled = [title for run in runs for title in run.spoiled]
-    if spoiled and not any(run.spoiled for run in references):  # else half is not why
-        return Verdict(DEVIATES, is_spoiled(spoiled[0]))
     if not references:
         return Verdict(NOT_COMPARED, f"{REFERENCE} was not swept, so nothing to compare it with")
     if any(_of_run(run).kind != OK for run in references):
         return Verdict(NOT_COMPARED, f"{REFERENCE} did not train, so nothing to compare it with")
+    spoiled = [title for run in runs for title in run.spoiled]
+    if spoiled and not any(run.spoiled for run in references):  # else half is not why
+        return Verdict(DEVIATES, is_spoiled(spoiled[0]))
     return _compared(deviations(runs, references), tolerance)
 
 

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from amp_patch.step.observers import StepObserver
 from amp_patch.step.skip import Skip
 from amp_patch.tools import child
+from amp_patch.tools.at_end import at_end
 from amp_patch.tools.buffer_looks import BufferLooks
 from amp_patch.tools.optimizer_numbers import OptimizerNumbers
 from amp_patch.tools.same_random import SameRandomNumbers
@@ -72,7 +73,7 @@ class Losses(StepObserver):
 
     def __init__(self, lines: child.Lines) -> None:
         self._lines, self._buffers = lines, BufferLooks(lines.write)
-        self._numbers = OptimizerNumbers()
+        self._numbers, self._has_stepped = OptimizerNumbers(), False
         self._waiting: weakref.WeakKeyDictionary[Optimizer, list[Tensor]]
         self._waiting = weakref.WeakKeyDictionary()
 
@@ -94,6 +95,9 @@ class Losses(StepObserver):
         loss = sum(values) / len(values) if values else None
         self._lines.write({"optimizer": number, "loss": loss, "skipped": skip.was_skipped})
         self._buffers.step()
+        if not self._has_stepped:
+            self._has_stepped = True
+            at_end(self._buffers.look_at_end)  # before the file is closed, which was opened now
 
     def look_at_buffers(self) -> None:
         """Note those that are inf or NaN when the script is ended."""
