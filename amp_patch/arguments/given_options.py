@@ -144,6 +144,12 @@ def loss_of(loss: Any) -> torch.Tensor:
     """
     if not isinstance(loss, torch.Tensor) or not loss.is_floating_point():
         got = loss.dtype if isinstance(loss, torch.Tensor) else type(loss).__name__
+        if not isinstance(loss, torch.Tensor) and hasattr(loss, "backward"):  # Opacus's, say
+            raise TypeError(
+                f"scale_loss() scales a floating tensor; got {got}, an object with a backward() of "
+                "its own; call that outside of scale_loss(), at a level without a scale: "
+                "amp.initialize(..., opt_level='O4'), or loss_scale=1.0."
+            )
         raise TypeError(
             f"scale_loss() scales a floating tensor; got {got}; call it with the loss itself, "
             "not with loss.item(), once per loss or with the sum of the losses."

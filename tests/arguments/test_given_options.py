@@ -37,6 +37,22 @@ def test_a_floating_loss_is_taken_as_it_is(dtype: torch.dtype) -> None:
     assert arguments.loss_of(loss) is loss
 
 
+def test_a_loss_that_makes_its_own_backward_is_told_where_it_works() -> None:
+    """As that of Opacus's ghost clipping."""
+
+    class Clipped:
+        def backward(self) -> None:
+            """Clip the gradients of each sample."""
+
+    message = (
+        "scale_loss() scales a floating tensor; got Clipped, an object with a backward() of its "
+        "own; call that outside of scale_loss(), at a level without a scale: amp.initialize(..., "
+        "opt_level='O4'), or loss_scale=1.0."
+    )
+    with pytest.raises(TypeError, match=exactly(message)):
+        arguments.loss_of(Clipped())
+
+
 @pytest.mark.parametrize("count", [0, -1, 1.0, "1", None, True])
 def test_a_wrong_number_of_losses_is_refused(count: Any) -> None:
     message = (
