@@ -166,6 +166,8 @@ class ReceivedGradients:
 
     def are_more(self) -> bool:
         """Return whether there are gradients where no pass has left any: a script's."""
+        if not self._unreached:  # as most often
+            return False
         return any(stored_grad(one) is not None for one in self._unreached.values())
 
     def changes(self, pairs: ParamPairs, by_value: bool = False) -> Changes:
