@@ -77,11 +77,12 @@ def tell_of_strays(optimizers: Sequence[OptimizerBackward], loss: Tensor | None)
     if any(params.values()) and not were_cleared and not _asks_for_inputs(loss, params):
         warn_once(
             "the backward() of a scaled loss must reach parameters of its optimizers; got "
-            "one that wrote none of their gradients, so that they train nothing. Compute "
+            "one that wrote none of their gradients, so that it trains nothing. Compute "
             "the loss with the model that amp.initialize() returned, not with a copy of "
             "it, and pass the optimizer of that model to amp.scale_loss(). What "
-            "torch.autograd.grad() returned of parameters, assign to .grad inside the block; of an "
-            "input or of features alone, nothing is amiss."
+            "torch.autograd.grad() returned of parameters, or a copy of the model has got, assign "
+            "to .grad inside the block, whose end unscales it; of an input or of features alone, "
+            "nothing is amiss."
         )
 
 
