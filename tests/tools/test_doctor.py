@@ -423,6 +423,8 @@ def test_the_command_says_how_this_machine_is(
 ) -> None:
     monkeypatch.delenv("AMP_PATCH_KERNELS", raising=False)
     if not has_rich:
+        # another test may have imported it
+        monkeypatch.delitem(sys.modules, "amp_patch.tools.rich_parts", raising=False)
         monkeypatch.setitem(sys.modules, "rich.console", None)
     result = CliRunner().invoke(command_line.main, ["doctor", "--seconds", "0"])
     lines = result.output.splitlines()
