@@ -49,7 +49,7 @@ class TakenPass(NamedTuple):
         halves: the gradients of these parameters.
         are_true: whether they hold what the masters have received: nothing was multiplied or added.
         has_added: whether a gradient was added to an earlier one.
-        unreached: half parameters of the optimizer that got none.
+        unreached: half parameters of the optimizer that are trained, and got none.
     """
 
     check: GradCheck

@@ -97,8 +97,12 @@ class Passes:
         grads: list[Any] = look_up(GRAD, pairs.model)
         unreached: list[Tensor] = []
         if not are_complete(grads):
-            others = pairs.select([grad is None for grad in grads])
-            unreached = [param for param, _ in others.halves()]
+            unreached = [
+                param
+                for param, master, grad in zip(*pairs, grads, strict=True)
+                # not frozen ones: of hundreds each step would ask several times
+                if grad is None and param.requires_grad and param is not master
+            ]
             pairs = pairs.select([grad is not None for grad in grads])
             grads = [grad for grad in grads if grad is not None]
         if not self._buffers.fits(pairs):

@@ -100,7 +100,7 @@ class ReceivedGradients:
             grads: theirs.
             references: to these.
             stored: references to what masters have got; none to what waits.
-            unreached: half parameters of the optimizer that it has not come to.
+            unreached: trained half parameters of the optimizer that it has not come to.
         """
         source = self._source_of(grads)  # which has asked these very gradients
         versions = list(map(VERSION, grads)) if source is None else source.versions

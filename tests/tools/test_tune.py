@@ -319,7 +319,6 @@ def test_a_run_that_spoils_its_buffers_is_of_no_use_but_where_fp32_does_it_too(
         losses.stepped(optimizer, Skip(print))
         model.running_mean.fill_(mean)
         losses.look_at_buffers()
-        losses.look_at_buffers()
         lines = "".join(json.dumps(line) + "\n" for line in written)
         (tmp_path / "steps-rank0.jsonl").write_text(lines, encoding="utf-8")
         return runner.metric(Setting(level))
