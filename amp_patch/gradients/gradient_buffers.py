@@ -54,8 +54,9 @@ class GradientBuffers:
         is_spread: True where a parameter lies on several ranks (DTensor).
         is_in_place: True where the parameters are stepped themselves: nothing goes anywhere.
         are_all_masters: True where none is stepped itself.
-        pool: the memory that all are unscaled into, where all are small half parameters on the CPU;
-            else None.
+        pool: the memory that half gradients are unscaled into, where they are small ones on the
+            CPU, and all others fp32; else None.
+        own: the parameters that are stepped themselves.
         masters: the masters; the same object until there are other parameters.
         rows_of_masters: which rows are theirs.
     """
@@ -71,6 +72,7 @@ class GradientBuffers:
         self._has_master = list(map(operator.is_not, *pairs))
         self._without_master = [not has for has in self._has_master]
         self.are_all_masters = all(self._has_master)
+        self.own = listed(self.in_place(pairs.model))
         self.masters = listed(self.of_masters(pairs.master))
         self.rows_of_masters = rows = list(compress(range(len(pairs.model)), self._has_master))
         self._kinds = _by_kind({row: [column[row] for column in self._parts] for row in rows})
@@ -236,9 +238,11 @@ class GradientBuffers:
 
     def _only_pool(self) -> TargetPool | None:
         is_one = len(self._pools) == 1 and len(self._kinds) == 1  # pairs of a half dtype and fp32
-        if not (is_one and self._have_all_buffers and self._is_plain()):
+        if not (is_one and self._have_buffer == self._has_master and self._is_plain()):
             return None
-        return TargetPool(self._pools, self._targets, self._check, self._reusable)
+        if not _are_of_one_kind([*self._pools, *self.own]):
+            return None
+        return TargetPool(self._pools, self._targets, self._check, self._reusable, self._has_master)
 
     def _is_plain(self) -> bool:
         """Return whether all are plain tensors on the CPU, and no kernel unscales them."""

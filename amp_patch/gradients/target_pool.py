@@ -5,13 +5,16 @@ Knows gradients and the tensors that they are unscaled into; no parameter and no
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
+from itertools import compress
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from amp_patch.kernels import GradCheck, small_tensors, torch_kernels
+from amp_patch.kernels.getters import IS_SPARSE
 from amp_patch.kernels.reusable import Reusable
 from amp_patch.kernels.without_grad import without_grad
 from amp_patch.scales import Scale
@@ -44,12 +47,15 @@ class InPlaceCheck:
 class TargetPool:
     """Tensors in one memory, into which the same half gradients are unscaled step after step.
 
+    Fp32 gradients beside them, those of norms, are unscaled where they are, by the same call.
+
     Args:
         memory: of all targets, in a list for torch's calls.
-        targets: fp32, one for each gradient.
+        targets: fp32, one for each half gradient.
         check: of this memory.
         reusable: knows whether anybody holds a target, or the flag of ``check``, apart from the
             caller, who is to hold them as long.
+        have_target: of each gradient, whether it has a target, or is unscaled in place.
 
     Attributes:
         targets: as given.
@@ -61,9 +67,12 @@ class TargetPool:
         targets: list[Tensor],
         check: InPlaceCheck,
         reusable: Reusable,
+        have_target: list[bool],
     ) -> None:
         self._memory, self.targets = memory, targets
         self._check, self._reusable = check, reusable
+        self._have_target = have_target
+        self._in_place = [] if all(have_target) else list(map(operator.not_, have_target))
         # Where the gradients of later passes go first; None until there is one.
         self._more: TargetPool | None = None
 
@@ -77,37 +86,52 @@ class TargetPool:
             shows: whether the half gradients are to hold what is unscaled, too.
 
         Returns:
-            What was found, with the targets. None, with nothing done, where the scale is a tensor
-            or below 1, somebody holds a target, or a gradient is sparse, which torch does not copy.
+            What was found, with the targets, and the gradients that have none, in the order of all.
+            None, with nothing done, where the scale is a tensor or below 1, somebody holds a
+            target, or a gradient is sparse, which torch does not copy.
         """
-        targets = self.targets
+        targets, memory, unscaled = self.targets, self._memory, self.targets
         if isinstance(scale, Tensor) or (scale is not None and scale < 1.0):
             return None
         if not self._reusable.are_free():
             return None
+        if self._in_place:
+            own = list(compress(grads, self._in_place))
+            if any(map(IS_SPARSE, own)):
+                return None
+            memory, unscaled = [*memory, *own], self._beside(grads)
+            grads = list(compress(grads, self._have_target))
         try:
             torch._foreach_copy_(targets, grads)
         except RuntimeError:
             return None
         if scale is None:
-            return GradCheck(targets, [])
-        check = self._check.run(self._memory, targets, scale)
+            return GradCheck(unscaled, [])
+        check = self._check.run(memory, unscaled, scale)
         if shows and scale != 1.0:
             write(grads, targets)
         return check
+
+    def _beside(self, grads: list[Tensor]) -> list[Tensor]:
+        """Return the targets, and the gradients that have none, in the order of all."""
+        targets = iter(self.targets)
+        rows = zip(grads, self._have_target, strict=True)
+        return [next(targets) if has_target else grad for grad, has_target in rows]
 
     def are_targets(self, grads: Sequence[Tensor | None]) -> bool:
         """Return whether these are what `take` has unscaled into."""
         return are_same(grads, self.targets)
 
     @without_grad
-    def show(self, halves: list[Tensor]) -> None:
-        """Let half gradients hold what the targets have."""
-        write(halves, self.targets)
+    def show(self, grads: list[Tensor]) -> None:
+        """Let half gradients, of all of these, hold what the targets have."""
+        write(list(compress(grads, self._have_target)), self.targets)
 
     @without_grad
     def take_more(self, grads: list[Tensor], scale: Scale | None) -> GradCheck | None:
         """Do `take` for a later pass of the same step: add to what the targets have.
+
+        What is unscaled in place is the caller's to add up.
 
         Args:
             grads, scale: see `take`.
@@ -126,4 +150,5 @@ class TargetPool:
         memory, made = small_tensors.allocate(self.targets)
         targets: Any = made  # no second list: references to the targets are counted
         check = InPlaceCheck()
-        return TargetPool(memory, targets, check, Reusable([*targets, check.flag]))
+        reusable = Reusable([*targets, check.flag])
+        return TargetPool(memory, targets, check, reusable, self._have_target)

@@ -16,6 +16,7 @@ from torch import Tensor
 from amp_patch import kernels
 from amp_patch.kernels import GradCheck
 from amp_patch.kernels.getters import DTYPE, GRAD, IS_SPARSE
+from amp_patch.kernels.without_grad import without_grad
 from amp_patch.scales import Scale
 from amp_patch.weights.lazy_gradients import LazyGradients, Made
 from amp_patch.weights.parameter_lists import (
@@ -86,14 +87,10 @@ class UsualPass:
     ) -> GradCheck | None:
         """Add to what all parameters, which are stepped themselves, had before the pass."""
         params, earlier = self._earlier.params, self._earlier.grads
-        may_overflow = torch.float16 in map(DTYPE, earlier)
-        if may_overflow or any(map(IS_SPARSE, chain(earlier, grads))):
-            return None
-        if not are_same(params, buffers.params):
+        if not (are_same(params, buffers.params) and _may_be_added(earlier, grads)):
             return None
         check = buffers.unscale(grads, scale)
-        kernels.accumulate(earlier, grads)
-        store_grads(params, earlier)
+        _add(params, earlier, grads)
         self._earlier.end()
         return check
 
@@ -112,11 +109,12 @@ class UsualPass:
         if check is None:
             return None
         if lazy is None:
-            store_grads(masters, check.grads)
+            store_grads(masters, pool.targets)
         else:
-            lazy.hold(masters, Made(check.grads))
-        self._used.begin(grads)
-        self._received.note(buffers.params, grads, grads, pool.targets)
+            lazy.hold(masters, Made(pool.targets))
+        references = buffers.references(grads)
+        self._used.begin(references)
+        self._received.note(buffers.params, grads, references, pool.targets)
         return check
 
     def _give_more(
@@ -126,19 +124,41 @@ class UsualPass:
         grads: list[Tensor],
         scale: Scale | None,
     ) -> GradCheck | None:
-        """Add to what an earlier pass has given to all masters."""
+        """Add to what an earlier pass has given to all masters, and the others have."""
         lazy = self._lazy
         if lazy is not None:
             lazy.materialize()
         if not (self._received and pool.are_targets(stored_grads(buffers.masters))):
             return None
+        own, theirs, earlier = buffers.own, [], []
+        if own:
+            theirs, by_param = buffers.in_place(grads), self._earlier.by_param()
+            earlier = list(map(by_param.get, map(id, own)))
+            if not (are_complete(earlier) and _may_be_added(earlier, theirs)):
+                return None
         check = pool.take_more(grads, scale)
         if check is None:
             return None
         if lazy is None:
             grads = self._earlier.take_place(buffers.params, grads)
             pool.show(grads)
-        self._earlier.clear()  # each parameter has got a new gradient
-        self._used.add(grads)
-        self._received.note(buffers.params, grads, grads, pool.targets)
+        if own:
+            _add(own, earlier, theirs)
+            grads = look_up(GRAD, buffers.params)
+        self._earlier.end()  # each parameter has got a new gradient
+        references = buffers.references(grads)
+        self._used.add(references)
+        self._received.note(buffers.params, grads, references, pool.targets)
         return check
+
+
+def _may_be_added(earlier: list[Any], grads: list[Tensor]) -> bool:
+    """Return whether gradients may be added to these by one call, and no sum may overflow."""
+    may_overflow = torch.float16 in map(DTYPE, earlier)
+    return not (may_overflow or any(map(IS_SPARSE, chain(earlier, grads))))
+
+
+@without_grad
+def _add(params: list[Tensor], earlier: list[Any], grads: list[Tensor]) -> None:
+    kernels.accumulate(earlier, grads)
+    store_grads(params, earlier)

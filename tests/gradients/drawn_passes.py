@@ -28,7 +28,9 @@ class Pass(NamedTuple):
 #: What the script does, and the one after which a step and `zero_grad` follow, most often.
 ODDITIES = (
     "no gradient",
+    "no gradient at the last",
     "sparse",
+    "sparse at the last",
     "a master has one",
     "held",
     "delayed",
@@ -101,11 +103,11 @@ class Received:
     def backward(self, one: Pass) -> None:
         for param, power in zip(self.pairs.model, one.powers, strict=True):
             param.grad = torch.full_like(param, 2.0**power)
-        first = self.pairs.model[0]
-        if one.oddity == "no gradient":
-            first.grad = None
-        elif one.oddity == "sparse":
-            first.grad = torch.ones_like(first).to_sparse(1)
+        odd = self.pairs.model[-1 if one.oddity.endswith("last") else 0]
+        if one.oddity.startswith("no gradient"):
+            odd.grad = None
+        elif one.oddity.startswith("sparse"):
+            odd.grad = torch.ones_like(odd).to_sparse(1)
 
     def step(self) -> None:
         self.gradients.forget()

@@ -96,6 +96,33 @@ def test_sparse_gradients_are_left_to_others(pool: TargetPool) -> None:
     assert pool.take(grads, SCALE, shows=True) is None
 
 
+def test_fp32_gradients_are_unscaled_where_they_are_and_told_of_in_the_order_of_all() -> None:
+    params = [torch.zeros(2, dtype=dtype) for dtype in (torch.float16, torch.float32) * 2]
+    buffers = GradientBuffers(ParamPairs(params, [one.float() for one in params]))
+    assert buffers.pool is not None
+    for first in (8.0, math.inf):
+        grads = [torch.full_like(param, 8.0) for param in params]
+        grads[1].fill_(first)
+        check = buffers.pool.take(grads, SCALE, shows=True)
+        assert check is not None
+        assert check.grads[1] is grads[1]
+        assert check.grads[3] is grads[3]
+        assert [grad.tolist() for grad in check.grads] == [
+            [first / SCALE if row == 1 else 2.0] * 2 for row in range(4)
+        ]
+        assert check.nonfinite() == ([(1, "inf")] if math.isinf(first) else [])
+        assert numbers([grads[0], grads[2], grads[3]]) == {2.0}
+        del check
+
+
+@pytest.mark.parametrize("other", [torch.float64, torch.float16])
+def test_parameters_of_other_dtypes_that_are_stepped_themselves_have_none(
+    other: torch.dtype,
+) -> None:
+    own, half = torch.zeros(2, dtype=other), torch.zeros(2, dtype=torch.float16)
+    assert GradientBuffers(ParamPairs([half, own], [half.float(), own])).pool is None
+
+
 def test_large_masters_and_parameters_that_are_stepped_themselves_have_none() -> None:
     large = [torch.zeros(1 << 20, dtype=torch.float16)]
     assert GradientBuffers(ParamPairs(large, [one.float() for one in large])).pool is None
