@@ -144,7 +144,12 @@ class ReceivedGradients:
         """
         if not self.stepped or self._count_data_reads() != self._data_reads:
             return False
-        return all(_untouched(*row[:3]) and _are_plain(row[0]) for row in self.stepped)
+        for params, versions, references, _ in self.stepped:
+            grads: list[Any] = look_up(GRAD, params)
+            # of another class nobody counts the reads of ``.data``
+            if {*map(type, grads)} != {Tensor} or not _are_noted(grads, versions, references):
+                return False
+        return True
 
     def note_again(self, params: list[Tensor]) -> None:
         """Note the gradients of some parameters as they are now, where they were noted before."""
@@ -226,11 +231,6 @@ class ReceivedGradients:
         }
 
 
-def _are_plain(params: list[Tensor]) -> bool:
-    """Return whether a read of the ``.data`` of each gradient would be counted."""
-    return {*map(type, look_up(GRAD, params))} == {Tensor}
-
-
 def _as_they_are_now(row: _Pass, again: list[Tensor]) -> _Pass:
     """Return what is noted of a pass, anew for some parameters."""
     params, versions, references, stored = row
@@ -267,7 +267,11 @@ def _are_same_numbers(grad: Tensor, earlier: Tensor | None) -> bool:
 
 
 def _untouched(params: list[Tensor], versions: list[int], references: Sequence[Reference]) -> bool:
-    grads: list[Any] = look_up(GRAD, params)
+    return _are_noted(look_up(GRAD, params), versions, references)
+
+
+def _are_noted(grads: list[Any], versions: list[int], references: Sequence[Reference]) -> bool:
+    """Return whether these are the gradients that were noted, and nobody wrote to them."""
     try:
         if list(map(VERSION, grads)) != versions:
             return False

@@ -111,7 +111,7 @@ class UsualPass:
         if lazy is None:
             store_grads(masters, pool.targets)
         else:
-            lazy.hold(masters, Made(pool.targets))
+            lazy.hold(masters, Made([*pool.targets]))  # whose references tell that they are held
         references = buffers.references(grads)
         self._used.begin(references)
         self._received.note(buffers.params, grads, references, pool.targets)

@@ -340,13 +340,15 @@ class PreparedOptimizers:
         Args:
             reached: see `Reached`, of a backward in this thread.
         """
-        steps = [reference() for reference in self._steps] if self._masters else []
-        every = [step.backward for step in steps if step is not None and step.masters is not None]
-        return [
-            one
-            for one in every
-            if one.current.is_here or not reached().isdisjoint(map(id, one.pairs().model))
-        ]
+        found: list[OptimizerBackward] = []
+        for reference in [*self._steps] if self._masters else ():
+            step = reference()
+            if step is None or step.masters is None:
+                continue
+            one = step.backward
+            if one.current.is_here or not reached().isdisjoint(map(id, one.pairs().model)):
+                found.append(one)
+        return found
 
     def settle(self) -> None:
         """Finish every check that ``delay_overflow_check`` left open."""
