@@ -1,9 +1,11 @@
 """Package metadata; the settings of the tools are in pyproject.toml."""
 
 import re
+import shutil
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
 
@@ -54,6 +56,16 @@ def version() -> str:
     return match.group(1)
 
 
+class BuildAnew(build_py):
+    """Builds into an empty folder: what a build of before had, and is deleted since, stays out."""
+
+    def run(self) -> None:
+        """Run the command, as setuptools does."""
+        if not self.editable_mode:
+            shutil.rmtree(Path(self.build_lib) / "amp_patch", ignore_errors=True)
+        super().run()
+
+
 setup(
     name="amp_patch",
     version=version(),
@@ -68,6 +80,7 @@ setup(
         "torch>=2.6",
         "wrapt>=1.16",
     ],
+    cmdclass={"build_py": BuildAnew},
     entry_points={"console_scripts": ["amp-patch=amp_patch.tools.command_line:main"]},
     extras_require=EXTRAS,
     # csrc/ stands at the top of the repository and inside the package once installed

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -15,6 +16,8 @@ import amp_patch
 from amp_patch import kernels
 
 ROOT = Path(__file__).parent.parent
+TEXTS = ("README.md", "LICENSE", "CONTRIBUTING.md")
+BESIDE = ("csrc", "docs", "examples", "tests")
 SOURCES = sorted(path.name for path in ROOT.glob("csrc/*.cu*"))
 # run from elsewhere, with nothing of this checkout on the path unless the test puts it there
 PRINT_SOURCES = f"""
@@ -58,10 +61,13 @@ def lengths() -> dict[str, int]:
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Copy what is needed to build, so that building leaves nothing in the real checkout."""
     folder = tmp_path_factory.mktemp("checkout")
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", *TEXTS):
         shutil.copy(ROOT / name, folder)
-    for name in ("amp_patch", "csrc"):
+    for name in ("amp_patch", *BESIDE):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    left_by_another_build = folder / "build" / "lib" / "amp_patch" / "deleted_since.py"
+    left_by_another_build.parent.mkdir(parents=True)
+    left_by_another_build.touch()
     return folder
 
 
@@ -123,6 +129,18 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     sources = {f"amp_patch/csrc/{name}" for name in SOURCES}
     data = {"amp_patch/py.typed", "amp_patch/tools/sweep/report.template.html"}
     assert inside == modules | sources | data
+
+
+def test_the_source_distribution_holds_what_its_tests_run_on(
+    checkout: Path, tmp_path: Path
+) -> None:
+    command = [sys.executable, "setup.py", "-q", "sdist", "--dist-dir", tmp_path]
+    run = processes.run(list(map(str, command)), cwd=checkout, env=environment())
+    assert run.returncode == 0, run.stderr
+    with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    files = [path for name in BESIDE for path in (checkout / name).rglob("*") if path.is_file()]
+    assert names.issuperset({*TEXTS, *(str(path.relative_to(checkout)) for path in files)})
 
 
 def metadata(wheel: Path) -> str:
