@@ -5,6 +5,7 @@ committed: docs/sweep.json and some of tests/benchmarks/results/.
 """
 
 import dataclasses
+import io
 import json
 import re
 from functools import partial
@@ -35,9 +36,11 @@ from torch import nn
 from amp_patch import amp, levels
 from amp_patch.casting import rules
 from amp_patch.tools import command_line
+from amp_patch.tools.rich_parts import Console
 from amp_patch.tools.sweep import tables
 from amp_patch.tools.sweep.comparison import Comparison, Row, Spread
 from amp_patch.tools.sweep.memory import LivingTensors
+from amp_patch.tools.sweep.recommendation import Recommendation
 from amp_patch.tools.sweep.verdicts import Verdict
 
 ARCHITECTURE = text_of(DOCS / "architecture.md")
@@ -202,17 +205,31 @@ def differences_table() -> str:
     return "\n".join(["| operator | here |", "|---|---|", *rows, ""])
 
 
-def results_table() -> str:
-    """Return the table of the committed sweep."""
+def committed_sweep() -> tuple[Comparison, Recommendation]:
     sweep = json.loads(text_of(DOCS / "sweep.json"))
-    rows = [_row(level) for level in sweep["levels"]]
     comparison = Comparison(
-        rows=rows,
+        rows=[_row(level) for level in sweep["levels"]],
         warm_up=sweep["warm_up_steps"],
         rounds=sweep["settings"]["repeat"],
         on_cuda=sweep["machine"]["is_cuda"],
     )
-    return tables.as_markdown(comparison)
+    return comparison, Recommendation(**sweep["recommendation"])
+
+
+def results_table() -> str:
+    """Return the table of the committed sweep."""
+    return tables.as_markdown(committed_sweep()[0])
+
+
+def printed_sweep() -> str:
+    """Return what the committed sweep printed at its end."""
+    console = Console(file=io.StringIO(), width=80)
+    tables.show(console, *committed_sweep())
+    lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
+    printed = re.sub(
+        r"\n{3,}", "\n\n", "\n".join(lines).strip("\n")
+    )  # a table ends by a blank line
+    return f"```text\n{printed}\n```\n"
 
 
 def _row(level: dict[str, Any]) -> Row:
@@ -373,6 +390,7 @@ GENERATED = {
     "rules": (DOCS / "cast-rules.md", rules_table),
     "differences": (DOCS / "cast-rules.md", differences_table),
     "results": (README, results_table),
+    "printed-sweep": (DOCS / "sweep.md", printed_sweep),
 }
 
 
