@@ -26,7 +26,8 @@ from amp_patch.casting import targets
 
 Step = Callable[[], None]
 Compile = Callable[[nn.Module], nn.Module]
-#: Steps that are not timed: in the first 32 amp_patch looks for mistakes of the script.
+#: Steps that are not timed, more than those in which amp_patch looks for mistakes of the script
+#: (`early_looks.WATCHED`).
 WARM_UP = 36
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 #: The first one is stepped where nobody says which. SGD has momentum, and a rate by which no loss

@@ -66,13 +66,13 @@ def differences() -> set[str]:
 def test_every_operator_that_cuda_autocast_registers_stands_in_a_list():
     listed = {name for names in LISTS.values() for name in names}
     missing = registered_operators() - listed - differences()
-    assert not missing, f"add to the lists of cast_rules.py: {sorted(missing)}"
+    assert not missing, f"add to the lists of casting/rules.py: {sorted(missing)}"
 
 
 def test_every_listed_operator_is_registered_with_cuda_autocast():
     listed = {name for names in LISTS.values() for name in names if is_offered(name)}
     stale = listed - registered_operators() - differences()
-    assert not stale, f"remove from the lists of cast_rules.py: {sorted(stale)}"
+    assert not stale, f"remove from the lists of casting/rules.py: {sorted(stale)}"
 
 
 def test_no_operator_stands_in_two_lists_and_each_list_is_sorted():

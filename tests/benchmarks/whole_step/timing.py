@@ -24,7 +24,8 @@ from benchmarks.whole_step.candidates import (
 from benchmarks.whole_step.models import Workload, made
 from torch import Tensor
 
-#: The loss is that of so many steps. In the first 32 amp_patch looks for mistakes of the script.
+#: The loss is that of so many steps, more than those in which amp_patch looks for mistakes of the
+#: script (`early_looks.WATCHED`).
 STEPS, TINY_STEPS = 40, 4
 BLOCK: Seconds = 0.12
 #: On so many processors, the same ones, run the processes that are compared: two processes that the
