@@ -20,7 +20,7 @@ PAGE = DOCS / "messages.md"
 ENTRY = re.compile(r"^### (.+)\n\n> (.+)\n\n(.+)\. See \[.+?\]\((.+?)\)\.$", re.MULTILINE)
 #: beginning of a file's path below amp_patch/ -> the page of its messages; the longest one counts
 PAGES = {
-    "": "plain-pytorch.md",
+    "__init__.py": "plain-pytorch.md#where-the-lines-go",
     "apex/": "apex.md",
     "apex/environment.py": "enable.md#when-it-is-refused",
     "apex/packages/": "apex.md#what-is-supplied",
@@ -35,6 +35,8 @@ PAGES = {
     "debug/sinks.py": "logging.md",
     "distributed/": "several-gpus.md#what-is-refused",
     "distributed/pending_sums.py": "several-gpus.md#distributeddataparallel",
+    "gradients/": "gradients.md",
+    "initialization.py": "rules.md#give-a-function-a-rule",
     "kernels/": "api.md#kernels",
     "mistakes/": "mistakes.md",
     "mistakes/averages.py": "mistakes.md#an-average-of-half-weights",
@@ -56,6 +58,7 @@ PAGES = {
     "optimizers/half_eps.py": "pick-a-level.md#what-each-level-asks-of-a-script",
     "optimizers/": "compile.md#step-in-one-pass",
     "rules_file.py": "tune.md#the-rules-file",
+    "session.py": "checkpoints.md",
     "scaling/": "overflow.md#how-the-loss-scale-moves",
     "step/": "gradients.md",
     "step/closure.py": "overflow.md#the-first-steps-are-skipped",
@@ -109,9 +112,13 @@ def links() -> dict[str, str]:
 
 
 def page_of(file: str) -> str:
-    """Return the page of a file's messages."""
+    """Return the page of a file's messages.
+
+    Raises:
+        KeyError: `PAGES` has none.
+    """
     below = file.removeprefix("amp_patch/")
-    return PAGES[max((start for start in PAGES if below.startswith(start)), key=len)]
+    return PAGES[max((start for start in PAGES if below.startswith(start)), key=len, default=below)]
 
 
 def title_of(link: str) -> str:
@@ -148,6 +155,12 @@ def page(known: dict[str, str]) -> str:
 def test_every_message_of_the_source_is_on_the_page_and_no_other() -> None:
     of_source = {message.text for message in messages()}
     assert of_source == set(links()), "run: python tests/test_messages.py, and look at the links"
+
+
+def test_a_message_of_a_file_without_a_page_is_filed_nowhere() -> None:
+    assert all(page_of(message.file) for message in messages())
+    with pytest.raises(KeyError, match="new_room/module"):
+        page_of("amp_patch/new_room/module.py")
 
 
 def test_the_page_is_as_it_is_written() -> None:
