@@ -226,9 +226,8 @@ def printed_sweep() -> str:
     console = Console(file=io.StringIO(), width=80)
     tables.show(console, *committed_sweep())
     lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
-    printed = re.sub(
-        r"\n{3,}", "\n\n", "\n".join(lines).strip("\n")
-    )  # a table ends by a blank line
+    # a table ends by a blank line, and begins by another
+    printed = re.sub(r"\n{3,}", "\n\n", "\n".join(lines).strip("\n"))
     return f"```text\n{printed}\n```\n"
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 from forked_run import ForkedRun
+from pages import DOCS, snippets, text_of
 from support import nightly_but
 
 from amp_patch.tools import diagnose, observed
@@ -76,6 +77,18 @@ def test_diagnose_names_module_and_operator(imported: str) -> None:
     assert f"  line: {cause['line']}\n" in result.output
     assert cause["line"].startswith("train.py:")
     assert sorted(path.name for path in Path().iterdir()) == ["found", "train.py"]
+
+
+def test_the_samples_of_the_page_are_of_the_script_that_it_names() -> None:
+    _, _, script = next(snippets(DOCS / "compare.md"))
+    Path("train.py").write_text(script)
+    arguments = ["diagnose", "--steps", "5", "--", "train.py"]
+    printed = CliRunner().invoke(main, arguments, prog_name="amp-patch").output
+    page = text_of(DOCS / "diagnose.md")
+    for words in (r"^5 of 5.*$", r"^  line: .*$", r"`\d`: \d+ of (\d+) values inf or NaN"):
+        shown = re.findall(words, page, re.M)
+        assert shown
+        assert shown == re.findall(words, printed, re.M)
 
 
 def test_steps_that_are_skipped_for_want_of_zero_grad_are_told() -> None:
