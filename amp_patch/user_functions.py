@@ -166,9 +166,9 @@ def register_forward_method(cls: type[nn.Module], name: str) -> None:
         )
     if not isinstance(found, types.FunctionType):
         raise TypeError(
-            f"a forward method takes the module as self; got {name!r}, a "
-            f"{type(found).__name__} of {cls.__name__}; call amp.register_forward_method(cls, "
-            "name) with a method of the class."
+            f"a forward method takes the module as self; got {name!r} of "
+            f"{cls.__name__}, which is of type {type(found).__name__}; call "
+            "amp.register_forward_method(cls, name) with a method of the class."
         )
     if inspect.isgeneratorfunction(found) or inspect.iscoroutinefunction(found):
         raise TypeError(

@@ -167,6 +167,18 @@ def test_the_page_is_as_it_is_written() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(links()), "run: python tests/test_messages.py"
 
 
+def test_no_message_has_an_article_before_a_value() -> None:
+    """Which of "a" and "an" is right depends on the value: "an optimizer of type AdamW" is."""
+    article = re.compile(r'\b[Aa]n? (?:"\s*f")?\{\w')
+    package = DOCS.parent / "amp_patch"
+    found = [
+        f"{path.relative_to(package)}: {match[0]}"
+        for path in sorted(package.rglob("*.py"))
+        for match in article.finditer(path.read_text(encoding="utf-8"))
+    ]
+    assert found == []
+
+
 @pytest.fixture
 def package(tmp_path: Path):
     def read_source(source: str) -> list[tuple[str, str]]:

@@ -65,8 +65,8 @@ def _refuse_shells(model: nn.Module) -> None:
         if tuple(param.shape) != own:
             raise TypeError(
                 "models must have parameters that get their gradients themselves, for "
-                f"amp.initialize() has these unscaled and cleared; got {name!r}, a "
-                f"{type(param).__name__} which stands for another tensor. Train this model "
+                f"amp.initialize() has these unscaled and cleared; got {name!r} of "
+                f"type {type(param).__name__}, which stands for another tensor. Train this model "
                 "without amp.initialize()."
             )
 
@@ -151,7 +151,7 @@ def refuse_compiled(models: Iterable[nn.Module], stores_half: bool) -> None:
                 of_a_part = ", or take opt_level 'O1' or 'O4', where a part stays in float32"
                 raise TypeError(
                     "models must be in Python for amp.initialize() to cast what they compute; got "
-                    f"a {type(module).__name__} of torch.jit {place}. Call amp.initialize() with "
-                    "the model that it was compiled from, and compile after amp.deactivate()"
-                    f"{of_a_part if name else ''}."
+                    f"a torch.jit module of type {type(module).__name__} {place}. Call "
+                    "amp.initialize() with the model that it was compiled from, and compile after "
+                    f"amp.deactivate(){of_a_part if name else ''}."
                 )

@@ -48,8 +48,8 @@ def refuse_meta(optimizers: Iterable[Optimizer]) -> None:
         if not count:
             continue
         raise RuntimeError(
-            "fp32 masters are made of parameters that have numbers; got a "
-            f"{type(optimizer).__name__} with {count} on the meta device. Call "
+            "fp32 masters are made of parameters that have numbers; got an "
+            f"optimizer of type {type(optimizer).__name__} with {count} on the meta device. Call "
             "model.to_empty(device=...) and load its weights, then make the optimizer of "
             "model.parameters(), then call amp.initialize()."
         )
@@ -69,10 +69,10 @@ def refuse_fake(optimizers: Iterable[Optimizer], level: OptLevel) -> None:
         params = [param for group in optimizer.param_groups for param in group["params"]]
         if any(isinstance(param, FakeTensor) for param in params):
             raise RuntimeError(
-                "masters and loss scales need parameters that have numbers; got a "
-                f"{type(optimizer).__name__} with parameters of a FakeTensorMode at {level.name}. "
-                "Call amp.initialize(model, optimizer, opt_level='O4') there, or build the model "
-                "outside of the mode and measure a step of it."
+                "masters and loss scales need parameters that have numbers; got an optimizer "
+                f"of type {type(optimizer).__name__} with parameters of a FakeTensorMode at "
+                f"{level.name}. Call amp.initialize(model, optimizer, opt_level='O4') there, or "
+                "build the model outside of the mode and measure a step of it."
             )
 
 

@@ -232,9 +232,9 @@ def _mend_of_weights(place: Place, strays: Mapping[str, str]) -> str | None:
     other = _float_weights(place.stranger, place.level)
     if other is not None:
         return (
-            f"It called a {type(place.stranger).__name__} with {other} weights that is no part of "
-            "the model, as a layer in a plain list or dict is: put it into an nn.ModuleList or "
-            "nn.ModuleDict before amp.initialize(), or give it x.float()."
+            f"It called a module of type {type(place.stranger).__name__} with {other} weights that "
+            "is no part of the model, as a layer in a plain list or dict is: put it into an "
+            "nn.ModuleList or nn.ModuleDict before amp.initialize(), or give it x.float()."
         )
     if place.path in strays or any(path.startswith(f"{place.path}.") for path in strays):
         path, stored = next(iter(strays.items()))

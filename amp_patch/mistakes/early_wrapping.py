@@ -60,10 +60,10 @@ def refuse(wrappers: Iterable[nn.Module], models: Iterable[nn.Module], level: Op
     for wrapper in wrappers:
         raise RuntimeError(
             "Parallel wrappers should only be applied to the model AFTER the model has been "
-            f"returned from amp.initialize(); got a {type(wrapper).__name__} around one whose "
-            f"parameters opt_level {level.name} stores in {level.cast_model_type}. Call "
-            "amp.initialize(model, ...) with the model that nothing wraps yet (del the wrapper of "
-            "an earlier stage), then wrap what it returns."
+            f"returned from amp.initialize(); got a wrapper of type {type(wrapper).__name__} "
+            f"around one whose parameters opt_level {level.name} stores in "
+            f"{level.cast_model_type}. Call amp.initialize(model, ...) with the model that nothing "
+            "wraps yet (del the wrapper of an earlier stage), then wrap what it returns."
         )
 
 

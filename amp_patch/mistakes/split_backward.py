@@ -56,7 +56,8 @@ def _refuse(schedule: Any) -> None:
     if count:
         raise RuntimeError(
             "a schedule that splits the backward must have stages whose gradients no other rank "
-            f"shares, for torch leaves them unshared; got a {type(schedule).__name__} of {count} "
-            "stages in DistributedDataParallel or sharded by fully_shard(). Take "
-            "ScheduleInterleaved1F1B(stages, ...), or leave the wrapper or fully_shard() out."
+            "shares, for torch leaves them unshared; got a schedule of type "
+            f"{type(schedule).__name__} with {count} stages in DistributedDataParallel or sharded "
+            "by fully_shard(). Take ScheduleInterleaved1F1B(stages, ...), or leave the wrapper or "
+            "fully_shard() out."
         )

@@ -61,11 +61,12 @@ def warn_of_strangers(optimizers: Sequence[Optimizer], models: Collection[nn.Mod
         is_strange = own and params and own.isdisjoint(map(id, params))
         if is_strange and not _stand_alone(params):
             warn_once(
-                "the optimizers of amp.initialize() step its models' parameters; got a "
-                f"{type(optimizer).__name__} that holds {len(params)} parameters, of which none is "
-                "of these models, so that it trains none of them. Make the optimizer of "
-                "model.parameters(), after the last copy of the model, or pass the model that it "
-                "belongs to: amp.initialize([model, other_model], [optimizer, other_optimizer])."
+                "the optimizers of amp.initialize() step its models' parameters; got an "
+                f"optimizer of type {type(optimizer).__name__} that holds {len(params)} "
+                "parameters, of which none is of these models, so that it trains none of them. "
+                "Make the optimizer of model.parameters(), after the last copy of the model, or "
+                "pass the model that it belongs to: amp.initialize([model, other_model], "
+                "[optimizer, other_optimizer])."
             )
 
 

@@ -402,6 +402,6 @@ def _not_in(some: Iterable[Tensor], params: Iterable[Tensor]) -> list[Tensor]:
 def _refusal(optimizer: Optimizer, count: int) -> str:
     return (
         "gradients that scale_loss() has scaled must be unscaled before they are stepped; got a "
-        f"step of a {type(optimizer).__name__} that amp.initialize() never got, with {count} "
-        f"gradients that are multiplied by the loss scale; {_MEND}."
+        f"step of an optimizer of type {type(optimizer).__name__} that amp.initialize() never got, "
+        f"with {count} gradients that are multiplied by the loss scale; {_MEND}."
     )

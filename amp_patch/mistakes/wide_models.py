@@ -26,8 +26,8 @@ def warn_of_float64(models: Iterable[nn.Module], level: OptLevel) -> None:
         if set(floats) == {torch.float64}:
             warn_once(
                 "amp.initialize() casts models in float32, and leaves float64 as it is; got a "
-                f"{type(model).__name__} whose floating parameters ({len(floats)}) are all in "
-                f"float64: opt_level {level.name!r} casts none of them, nor what is computed with "
-                "them. Call model.float() before amp.initialize(), and give the model float32 "
-                "inputs."
+                f"model of type {type(model).__name__} whose floating parameters ({len(floats)}) "
+                f"are all in float64: opt_level {level.name!r} casts none of them, nor what is "
+                "computed with them. Call model.float() before amp.initialize(), and give the "
+                "model float32 inputs."
             )

@@ -390,7 +390,7 @@ def _may_be_fused(optimizer: Optimizer) -> bool:
         refuse_unknown(optimizer)
         return True
     warn_once(
-        "fused_step=True steps plain tensors; got a "
+        "fused_step=True steps plain tensors; got an optimizer of type "
         f"{type(optimizer).__name__} of parameters that are spread over ranks (DTensor): its own "
         "step is used. Leave fused_step out to go on without this warning."
     )

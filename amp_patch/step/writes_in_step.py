@@ -67,8 +67,8 @@ class WritesInStep:
         if self._is_foreign and self._is_noted() and self._were_made():  # a kernel may write both
             warn_once(
                 "at a level with fp32 masters a step writes to the masters, and its end rounds "
-                f"them into the half weights; got a {self._name}.step() that wrote to half "
-                "weights itself, which is lost. Let it write to the parameters of "
+                f"them into the half weights; got {self._name}.step(), which wrote to "
+                "half weights itself; that is lost. Let it write to the parameters of "
                 "optimizer.param_groups, or write to the model's after optimizer.step()."
             )
 

@@ -203,20 +203,20 @@ def _warn_of_autocast(model: nn.Module, level: torch.dtype, is_float: bool) -> N
     if on and is_float:
         warn_once(
             "a model at O0 trains in float32, and torch.autocast around it casts to half all the "
-            f"same; got a call of a {name} in torch.autocast({on[0]!r}); "
+            f"same; got a call of a model of type {name} in torch.autocast({on[0]!r}); "
             "remove that 'with' and its GradScaler, or take O1 or O4 in their place."
         )
     elif on:
         warn_once(
             "a model that amp.initialize() set up casts by itself, and torch.autocast around it "
-            f"casts once more; got a call of a {name} in torch.autocast({on[0]!r}); remove that "
-            "'with' and its GradScaler, and call model(inputs) as it is."
+            f"casts once more; got a call of a model of type {name} in torch.autocast({on[0]!r}); "
+            "remove that 'with' and its GradScaler, and call model(inputs) as it is."
         )
     elif _is_switched_off(level) and _is_trained(model):
         warn_once(
             "torch.autocast(..., enabled=False) switches the casts of amp.initialize() off; got a "
-            f"training call of a {name} in one, and all of it is computed in float32; remove that "
-            "'with', or write `with amp.disable_casts():` if that is meant."
+            f"training call of a model of type {name} in one, and all of it is computed in "
+            "float32; remove that 'with', or write `with amp.disable_casts():` if that is meant."
         )
 
 

@@ -124,8 +124,8 @@ def test_parameters_that_stand_for_others_are_refused(amp: ModuleType) -> None:
     assert model[0].weight.grad is model[0].weight.inner.grad is not None
     message = (
         "models must have parameters that get their gradients themselves, for amp.initialize() has "
-        "these unscaled and cleared; got '0.weight', a Shell which stands for another tensor. "
-        "Train this model without amp.initialize()."
+        "these unscaled and cleared; got '0.weight' of type Shell, which stands for another "
+        "tensor. Train this model without amp.initialize()."
     )
     for level in OPT_LEVELS:
         with pytest.raises(TypeError, match=exactly(message)):
@@ -236,7 +236,8 @@ def test_what_torch_jit_compiled_is_refused_before_anything_is_changed(
         return
     place = r"at '1'\." if is_part else r"as the model\."
     with pytest.raises(
-        TypeError, match=f"models must be in Python .* of torch.jit {place} Call"
+        TypeError,
+        match=f"models must be in Python .* got a torch.jit module of type .*{place} Call",
     ) as refused:
         amp.initialize(model, optimizer, opt_level=level, verbosity=0)
     assert ("take opt_level 'O1'" in str(refused.value)) is is_part

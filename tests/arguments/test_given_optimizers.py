@@ -84,9 +84,9 @@ def test_parameters_without_numbers_are_refused() -> None:
     with torch.device("meta"):
         model = nn.Linear(2, 2)
     message = (
-        "fp32 masters are made of parameters that have numbers; got a SGD with 2 on the meta "
-        "device. Call model.to_empty(device=...) and load its weights, then make the optimizer of "
-        "model.parameters(), then call amp.initialize()."
+        "fp32 masters are made of parameters that have numbers; got an optimizer of type "
+        "SGD with 2 on the meta device. Call model.to_empty(device=...) and load its "
+        "weights, then make the optimizer of model.parameters(), then call amp.initialize()."
     )
     with pytest.raises(RuntimeError, match=exactly(message)):
         arguments.refuse_meta([optimizer(), SGD(model.parameters(), lr=0.1)])
@@ -103,10 +103,10 @@ def test_fake_tensors_are_refused_where_numbers_are_asked_for(amp: ModuleType, l
         model = nn.Linear(2, 2)
         stepped = SGD(model.parameters(), lr=0.1)
         message = (
-            "masters and loss scales need parameters that have numbers; got a SGD with parameters "
-            f"of a FakeTensorMode at {level}. Call amp.initialize(model, optimizer, "
-            "opt_level='O4') there, or build the model outside of the mode and measure a step of "
-            "it."
+            "masters and loss scales need parameters that have numbers; got an optimizer of type "
+            f"SGD with parameters of a FakeTensorMode at {level}. Call amp.initialize(model, "
+            "optimizer, opt_level='O4') there, or build the model outside of the mode and measure "
+            "a step of it."
         )
         with pytest.raises(RuntimeError, match=exactly(message)):
             amp.initialize(model, stepped, opt_level=level, verbosity=0)

@@ -491,8 +491,9 @@ def test_torchs_autocast_around_a_model_is_warned_of_once_a_session(amp, opt_lev
         torch.autocast("cpu", torch.bfloat16),
         pytest.warns(
             UserWarning,
-            match=r"casts by itself.* got a call of a Linear in torch.autocast\('cpu'\); remove "
-            r"that 'with' and its GradScaler, and call model\(inputs\)",
+            match=r"casts by itself.* got a call of a model of type Linear in "
+            r"torch.autocast\('cpu'\); remove that 'with' and its GradScaler, and call "
+            r"model\(inputs\)",
         ),
     ):
         model(BIG)
@@ -510,7 +511,7 @@ def test_at_o0_autocast_is_said_to_cast_what_is_to_be_float32(amp):
     model = nn.Sequential(nn.Linear(4, 4), nn.Identity())
     model[1].register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
     model = amp.initialize(model, opt_level="O0", verbosity=0)
-    said = r"a model at O0 trains in float32.* got a call of a Sequential .*take O1 or O4"
+    said = r"at O0 trains in float32.* got a call of a model of type Sequential .*take O1 or O4"
     with torch.autocast("cpu", torch.bfloat16), pytest.warns(UserWarning, match=said):
         model(torch.ones(2, 4))
     assert seen == [torch.bfloat16]

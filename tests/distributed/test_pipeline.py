@@ -87,5 +87,5 @@ def test_a_split_backward_of_replicas_is_refused(schedule: str, shards: bool) ->
     if schedule == "interleaved":
         assert said == "nothing"
     else:
-        assert "of 2 stages in DistributedDataParallel or sharded by fully_shard()" in said
+        assert "with 2 stages in DistributedDataParallel or sharded by fully_shard()" in said
         assert "ScheduleInterleaved1F1B(stages, ...)" in said

@@ -34,7 +34,10 @@ def test_gradients_of_a_wrapper_from_before_wait_for_the_others() -> None:
 def test_a_wrapper_from_before_is_refused_where_parameters_change() -> None:
     for said in ranks.run(wrapping.all_that_is_said, ("O2", "O3", "O5")):
         for message in said:
-            assert "got a DistributedDataParallel around one whose parameters" in message
+            assert (
+                "got a wrapper of type DistributedDataParallel around one whose parameters"
+                in message
+            )
             assert "then wrap what it returns" in message
 
 
@@ -136,5 +139,7 @@ def test_data_parallel_trains_what_the_model_itself_does(amp: ModuleType, level:
     if level in KEPT:
         assert all(map(torch.equal, trained(amp, level, "before"), expected))
     else:
-        with pytest.raises(RuntimeError, match="got a DataParallel around one whose parameters"):
+        with pytest.raises(
+            RuntimeError, match="got a wrapper of type DataParallel around one whose parameters"
+        ):
             trained(amp, level, "before")

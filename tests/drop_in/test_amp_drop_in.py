@@ -432,7 +432,7 @@ def test_a_method_for_gradients_that_a_script_replaced_is_told_of(amp, name, in_
         told = contextlib.nullcontext()
         if replaces:
             setattr(optimizer, name, pytest.fail)
-            told = pytest.warns(UserWarning, match=f"SGD with a {name} of the script's own")
+            told = pytest.warns(UserWarning, match=f"SGD with {name} of the script's own")
         with told:
             backward(amp, model, given)
         optimizer.step()

@@ -29,7 +29,9 @@ import amp_patch
 from amp_patch.session import session
 
 SCALED = ("O1", "O2")
-NEVER_GOT = re.escape("got a step of a SGD that amp.initialize() never got, with 2 gradients")
+NEVER_GOT = re.escape(
+    "got a step of an optimizer of type SGD that amp.initialize() never got, with 2 gradients"
+)
 
 
 def other_half(model: nn.Module) -> torch.optim.Optimizer:
@@ -73,7 +75,7 @@ def test_an_optimizer_of_the_whole_model_is_refused(amp: ModuleType, level: str)
     other = torch.optim.SGD(model.parameters(), lr=0.05)
     with amp.scale_loss(loss_of(model, next(batches())), optimizer) as scaled_loss:
         scaled_loss.backward()
-    with pytest.raises(RuntimeError, match=r"a SGD that amp\.initialize\(\)"):
+    with pytest.raises(RuntimeError, match=r"of type SGD that amp\.initialize\(\)"):
         other.step()
 
 

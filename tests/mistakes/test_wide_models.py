@@ -30,7 +30,7 @@ def test_a_model_in_float64_is_told_of_once_at_each_level_that_casts(amp, level:
     caught = told(amp, lambda: nn.Linear(4, 4).double(), level)
     assert [one.filename for one in caught] == [__file__] * (level != "O0")
     for one in caught:
-        assert re.search(f"got a Linear {ALL_IN}", str(one.message))
+        assert re.search(f"got a model of type Linear {ALL_IN}", str(one.message))
         assert "Call model.float() before amp.initialize()" in str(one.message)
 
 
@@ -86,4 +86,4 @@ def test_of_several_models_that_in_float64_is_told(amp) -> None:
     models = nn.Linear(4, 4), nn.Bilinear(4, 4, 4).double()
     with pytest.warns(UserWarning, match=ALL_IN) as caught:
         amp.initialize(list(models), opt_level="O1", verbosity=0)
-    assert ["a Bilinear whose" in str(one.message) for one in caught] == [True]
+    assert ["of type Bilinear whose" in str(one.message) for one in caught] == [True]

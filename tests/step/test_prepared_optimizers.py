@@ -32,7 +32,9 @@ def test_half_parameters_that_have_masters_are_not_stepped_by_another(
     amp.initialize(model, optimizer, opt_level=level, verbosity=0)
     train_step(amp, model, optimizer)
     before = [param.detach().clone() for param in model.parameters()]
-    with pytest.raises(RuntimeError, match=r"a SGD that amp.initialize\(\) did not return.*2 of"):
+    with pytest.raises(
+        RuntimeError, match=r"of type SGD that amp.initialize\(\) did not return.*2 of"
+    ):
         unknown.step()
     assert all(map(torch.equal, before, model.parameters()))
 

@@ -558,7 +558,7 @@ def test_autocast_that_is_switched_off_around_a_training_call_is_told_of(
     model = prepared(amp, nn.Linear(4, 3), level)
     with (
         torch.autocast("cpu", enabled=False),
-        pytest.warns(UserWarning, match="of a Linear in one"),
+        pytest.warns(UserWarning, match="of type Linear in one"),
     ):
         assert model(ones()).dtype is F32
 

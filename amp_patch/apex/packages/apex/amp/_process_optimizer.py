@@ -233,11 +233,12 @@ def tell_of_own_methods(optimizers: Any) -> None:
             if getattr(optimizer, name, ours) != ours:
                 warn_once(
                     "scale_loss() unscales gradients itself, and calls no method of an optimizer "
-                    f"for it; got a {type(optimizer).__name__} with a {name} of the script's own, "
-                    "which is not called. Leave it out; what it is to change beside that, change "
-                    "at amp.master_params(optimizer) after the block. Gradients from before the "
-                    "block count as unscaled: where the script has scaled these, let it set "
-                    "optimizer._amp_stash.params_have_scaled_gradients = True before the block."
+                    f"for it; got an optimizer of type {type(optimizer).__name__} with {name} of "
+                    "the script's own, which is not called. Leave it out; what it is to change "
+                    "beside that, change at amp.master_params(optimizer) after the block. "
+                    "Gradients from before the block count as unscaled: where the script has "
+                    "scaled these, let it set optimizer._amp_stash.params_have_scaled_gradients = "
+                    "True before the block."
                 )
 
 
