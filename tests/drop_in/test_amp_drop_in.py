@@ -803,6 +803,40 @@ def test_a_handle_is_not_active_once_all_is_restored(handle) -> None:
     assert not handle.is_active()
 
 
+@pytest.mark.parametrize("way", ["disable_casts", "handle", "core"])
+def test_a_handle_is_not_active_where_casts_are_disabled(amp, way: str) -> None:
+    amp.initialize(nn.Linear(2, 2), opt_level="O1", verbosity=0)
+    handle, x = amp._amp_state.handle, torch.ones(2, 2)
+    off = {
+        "disable_casts": amp.disable_casts,
+        "handle": handle._disable_casts,
+        "core": amp_patch.amp.disable_casts,
+    }[way]
+    with off():
+        assert (handle.is_active(), handle._is_active, (x @ x).dtype) == (False, False, x.dtype)
+        with amp_patch.amp.half_region():
+            assert (handle.is_active(), (x @ x).dtype) == (True, torch.float16)
+    assert (handle.is_active(), handle._is_active) == (True, True)
+
+
+def test_a_script_may_set_whether_a_handle_is_active(handle) -> None:
+    handle._is_active = False
+    assert not handle.is_active()
+    handle._is_active = True
+    assert handle.is_active()
+
+
+def test_a_wrapped_optimizer_scales_losses_where_casts_are_disabled(handle) -> None:
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = handle.wrap_optimizer(torch.optim.SGD([weight], lr=0.5))
+    with handle._disable_casts():
+        with optimizer.scale_loss((2 * weight).sum()) as scaled_loss:
+            assert scaled_loss.item() == 6 * 2.0**16
+            scaled_loss.backward()
+        optimizer.step()
+    assert torch.equal(weight, torch.zeros(3))
+
+
 @pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_after_init_recurrent_layers_run_in_half(handle, kind, dtype) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from amp_patch import amp
 from amp_patch.amp import disable_casts
+from amp_patch.casting.mode import mode
 from amp_patch.initialization import initialize_at
 from amp_patch.requested_level import Resolved, resolve
 from amp_patch.session import session
@@ -30,6 +31,9 @@ class AmpHandle:
         enable_caching: not used; casts of weights are kept where a model is known.
         verbose: as given.
         opt_level: that of the casts, for these optimizers.
+
+    Attributes:
+        is_on: whether its optimizers' losses are scaled, also where casts are switched off.
     """
 
     def __init__(
@@ -44,19 +48,22 @@ class AmpHandle:
         self._loss_scale = loss_scale
         self._enable_caching = enable_caching
         self._verbose = verbose
-        self._is_active = True
+        self.is_on = True
 
     def is_active(self) -> bool:
-        """Return whether functions are cast."""
-        return self._is_active
+        """Return whether functions are cast: not so inside of `disable_casts` in this thread."""
+        return self.is_on and (not mode.off or mode.region is not None)
+
+    # scripts of apex read it, and some set it in a block of their own
+    _is_active = property(is_active, lambda self, is_on: setattr(self, "is_on", is_on))
 
     def casts_are_on(self) -> None:
         """Functions cast from now on, until the session ends."""
-        self._is_active = True
+        self.is_on = True
         session.call_at_deactivate(self._casts_are_off)
 
     def _casts_are_off(self) -> None:
-        self._is_active = False
+        self.is_on = False
 
     def _disable_casts(self) -> Any:
         return disable_casts()
@@ -132,6 +139,8 @@ class AmpHandle:
 
 class NoOpHandle:
     """What ``init(enabled=False)`` returns: nothing is cast or scaled."""
+
+    is_on = False
 
     def is_active(self) -> bool:
         """Return False."""

@@ -40,7 +40,7 @@ class OptimWrapper:
         Raises:
             IndexError: more than ``num_loss`` since the last step.
         """
-        if not self._amp_handle.is_active():
+        if not self._amp_handle.is_on:
             yield loss
             return
         with amp.scale_loss(loss, self._optimizer, loss_id=self._loss_idx) as scaled_loss:
@@ -51,7 +51,7 @@ class OptimWrapper:
         """Step, unless one of the losses overflowed."""
         self._loss_idx = 0
         result = self._optimizer.step() if closure is None else self._optimizer.step(closure)
-        if self._amp_handle.is_active() and amp.step_was_skipped(self._optimizer):
+        if self._amp_handle.is_on and amp.step_was_skipped(self._optimizer):
             print("Gradient overflow, skipping update")
         return result
 
