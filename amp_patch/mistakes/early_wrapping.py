@@ -3,7 +3,8 @@
 They go on with a model whose parameters stay as they are. Where these are stored in another dtype,
 the wrapper would go on with what they were, and the ranks train apart without a word. So they would
 where a wrapper shares gradients in memory of its own, for a block of ``scale_loss`` sets aside what
-was there before it. Knows modules of torch; nothing of what was prepared.
+was there before it. One that steps in the backward steps what no block has unscaled. Knows modules
+of torch; nothing of what was prepared.
 """
 
 from __future__ import annotations
@@ -95,6 +96,35 @@ def _refuse_delay() -> NoReturn:
         "delay_all_reduce_named_params and param_to_hook_all_reduce, or call "
         "amp.initialize(..., opt_level='O4')."
     )
+
+
+def refusing_fused(
+    original: Callable[..., None], blocks_end_before: Callable[[Sequence[Tensor]], bool]
+) -> Callable[..., None]:
+    """Return a `DistributedDataParallel._register_fused_optim` that steps what gradients suit.
+
+    Args:
+        original: is replaced.
+        blocks_end_before: returns whether some of these parameters have masters to step, or
+            gradients that are scaled until their block ends.
+    """
+
+    @functools.wraps(original)
+    def refusing_register(
+        wrapper: Any, optim: Any, *args: Any, optim_params: Any = None, **kwargs: Any
+    ) -> None:
+        given = None if optim_params is None else list(optim_params)  # it may be a generator
+        if blocks_end_before(list(wrapper.parameters()) if given is None else given):
+            raise RuntimeError(
+                "losses are unscaled, and masters stepped, when a backward has ended; got "
+                "DistributedDataParallel._register_fused_optim(), which steps the model's own "
+                "weights within it. Give the optimizer to amp.initialize() and call "
+                "optimizer.step() after the backward, or call amp.initialize(..., "
+                "opt_level='O4')."
+            )
+        original(wrapper, optim, *args, optim_params=given, **kwargs)
+
+    return refusing_register
 
 
 def _changes(models: Iterable[nn.Module], dtype: torch.dtype | None) -> bool:

@@ -132,6 +132,7 @@ class Guard:
             **collective_writes.replacements(self._values, self._split_averages.look),
             **sent_values.replacements(self._values, lambda: self._optimizers.have_shares),
             f"{unsynced.DDP}.__init__": self._noting_init,
+            f"{unsynced.DDP}._register_fused_optim": self._refusing_fused,
             f"{unsynced.DDP}._pre_forward": self.unsynced.noting_forward,
         }
 
@@ -167,6 +168,16 @@ class Guard:
         own, halves = set(map(id, params)), any(param.dtype in HALVES for param in params)
         stepped = map(id, self._optimizers.params())
         return (halves or self._optimizers.scalers.scale_losses) and not own.isdisjoint(stepped)
+
+    def _refusing_fused(self, original: Callable[..., None]) -> Callable[..., None]:
+        return early_wrapping.refusing_fused(original, self._are_stepped_after_blocks)
+
+    def _are_stepped_after_blocks(self, params: Sequence[Tensor]) -> bool:
+        """Return whether some parameters have masters at their level, or scaled gradients."""
+        own, levels = set(map(id, params)), list(self._models.levels.items())
+        with_masters = [model for model, level in levels if level.master_weights]
+        models = [*with_masters, *(self._scaled_models() if self._optimizers.steps else ())]
+        return any(id(param) in own for model in models for param in model.parameters())
 
     def _scaled_models(self) -> list[nn.Module]:
         return list(self._models.levels) if self._optimizers.scalers.scale_losses else []

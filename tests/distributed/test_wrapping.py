@@ -1,5 +1,6 @@
 """Parallel wrappers around models before `amp.initialize`: right, or refused before any change."""
 
+from collections.abc import Iterator
 from types import ModuleType
 
 import accumulating
@@ -41,20 +42,25 @@ def test_a_wrapper_from_before_is_refused_where_parameters_change() -> None:
             assert "then wrap what it returns" in message
 
 
-def test_a_later_stage_drops_the_wrapper_of_the_earlier_one(amp: ModuleType) -> None:
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """A process group of this process alone."""
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    try:
-        model = nn.Linear(3, 2)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_later_stage_drops_the_wrapper_of_the_earlier_one(amp: ModuleType) -> None:
+    model = nn.Linear(3, 2)
+    amp.initialize(model, opt_level="O2", verbosity=0)
+    wrapper = DistributedDataParallel(model)
+    amp.deactivate()
+    with pytest.raises(RuntimeError, match="del the wrapper of an earlier stage"):
         amp.initialize(model, opt_level="O2", verbosity=0)
-        wrapper = DistributedDataParallel(model)
-        amp.deactivate()
-        with pytest.raises(RuntimeError, match="del the wrapper of an earlier stage"):
-            amp.initialize(model, opt_level="O2", verbosity=0)
-        del wrapper
-        amp.initialize(model, opt_level="O2", verbosity=0)
-        assert DistributedDataParallel(model)(torch.ones(1, 3)).dtype is torch.float32
-    finally:
-        distributed.destroy_process_group()
+    del wrapper
+    amp.initialize(model, opt_level="O2", verbosity=0)
+    assert DistributedDataParallel(model)(torch.ones(1, 3)).dtype is torch.float32
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
@@ -98,6 +104,50 @@ def test_a_wrapper_that_shares_memory_of_its_own_is_refused_where_blocks_set_it_
         for level, when in DELAYED:
             (said,) = one.run(wrapping.delaying, level, when)
             assert ("got delay_all_reduce_named_params" in said) == (level != "O4")
+
+
+@pytest.mark.usefixtures("one_rank", "recwarn")  # torch warns of torch.jit, which it uses there
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+def test_a_wrapper_that_steps_in_the_backward_is_refused_where_blocks_come_first(
+    amp: ModuleType, level: str
+) -> None:
+    model, rest = nn.Linear(3, 2), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    before = model.bias.detach().float().clone()
+    wrapper = DistributedDataParallel(nn.Sequential(model, rest))
+    some = (param for param in model.parameters())
+    if level in ("O1", "O2", "O5"):
+        with pytest.raises(
+            RuntimeError, match=r"got DistributedDataParallel\._register_fused_optim"
+        ):
+            wrapper._register_fused_optim(torch.optim.SGD, 0.5, optim_params=some)
+        with pytest.raises(RuntimeError, match="opt_level='O4'"):
+            wrapper._register_fused_optim(torch.optim.SGD, 0.5)
+        wrapper._register_fused_optim(torch.optim.SGD, 0.5, optim_params=rest.parameters())
+        return
+    wrapper._register_fused_optim(torch.optim.SGD, 0.5, optim_params=some)
+    with amp.scale_loss(wrapper(torch.ones(1, 3)).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    expected = before - 0.5 * rest.weight.sum(0)
+    torch.testing.assert_close(model.bias.float(), expected, rtol=0, atol=2e-2)
+    assert not torch.equal(model.bias.float(), before)
+
+
+@pytest.mark.usefixtures("one_rank", "recwarn")  # torch warns of torch.jit, which it uses there
+@pytest.mark.parametrize(("level", "is_refused"), [("O1", False), ("O2", True)])
+def test_a_wrapper_that_steps_in_the_backward_is_refused_beside_no_optimizer(
+    amp: ModuleType, level: str, is_refused: bool
+) -> None:
+    model = amp.initialize(nn.Linear(3, 2), opt_level=level, verbosity=0)
+    before, wrapper = model.bias.detach().clone(), DistributedDataParallel(model)
+    if is_refused:
+        with pytest.raises(RuntimeError, match="steps the model's own weights within it"):
+            wrapper._register_fused_optim(torch.optim.SGD, 0.5)
+        return
+    wrapper._register_fused_optim(torch.optim.SGD, 0.5)
+    wrapper(torch.ones(1, 3)).sum().backward()
+    assert torch.equal(model.bias, before - 0.5)
 
 
 @pytest.mark.parametrize("level", nightly_but(["O1", "O2"], ["O1", "O2", "O5"]))
