@@ -305,7 +305,7 @@ def test_a_layer_in_a_plain_list(amp: ModuleType, level: str, bias: bool) -> Non
     model = amp.initialize(Listed(bias), opt_level=level, verbosity=0)
     note = fail(lambda: model(X))
     assert "this came from the model itself (Listed)" in note
-    assert "a Linear with torch.float32 weights that is no part of the model" in note
+    assert "a module of type Linear with torch.float32 weights that is no part of the model" in note
     assert "nn.ModuleList" in note
 
 
