@@ -312,7 +312,7 @@ def test_it_compiles_whole(amp: ModuleType, level: str) -> None:
         ((Autoencoder, "encod"), ValueError, "got 'encod', which Autoencoder does not have"),
         ((Autoencoder, "stream"), TypeError, "got 'stream' of Autoencoder, which yields or awaits"),
         ((Autoencoder, "wait"), TypeError, "got 'wait' of Autoencoder, which yields or awaits"),
-        ((Autoencoder, "size"), TypeError, "got 'size', a property of Autoencoder"),
+        ((Autoencoder, "size"), TypeError, "got 'size' of Autoencoder, which is of type property"),
     ],
 )
 def test_what_is_no_method_is_refused(
