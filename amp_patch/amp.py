@@ -18,12 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from . import arguments, levels, other_names, requested_level, rules_file
+from . import arguments, levels, other_names, requested_level
 from . import debug as debug
-from .call_site import errors_at_the_call, returned
 from .casting import regions
 from .casting.rules import PROFILES
 from .casting.torch_compile import never_trace
+from .common import rules_file
+from .common.call_site import errors_at_the_call, returned
 from .debug import overflow_report, summary
 from .debug.logs import logs
 from .debug.trace import tracer

@@ -15,6 +15,7 @@ import torch
 from .casting.mode import mode
 from .casting.running_modules import running_modules
 from .casting.weight_cache import WeightCache
+from .common.warn_once import warn_once
 from .distributed.agreement import require_alike
 from .distributed.process_groups import has_others
 from .mistakes.guard import Guard
@@ -25,7 +26,6 @@ from .step.observers import Observers
 from .step.optimizer_step import OptimizerStep, is_stepping
 from .step.overflow_log import OverflowLog
 from .step.prepared_optimizers import PreparedOptimizers
-from .warn_once import warn_once
 from .weights import module_rules as rules_of_modules
 from .weights.prepared_models import PreparedModels
 

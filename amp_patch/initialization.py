@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 from . import arguments
 from .casting.patched_functions import expand
 from .casting.rules import PROFILES
+from .common.rules_file import Rules
+from .common.warn_once import warn
 from .levels import OPT_LEVELS, OptLevel, print_level
 from .requested_level import Resolved, is_forced
-from .rules_file import Rules
 from .scaling.scale_rule import ScaleRule
 from .session import session
-from .warn_once import warn
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # not every build of torch has it

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from wrapt import register_post_import_hook, resolve_path
 
-from .imported_modules import bindings, bindings_and_users, imported, is_left_alone
+from .common.imported_modules import bindings, bindings_and_users, imported, is_left_alone
 
 F = TypeVar("F", bound=Callable[..., Any])
 _ABSENT = object()

@@ -46,10 +46,11 @@ from .casting.mode import ALL_DEVICES, mode, process
 from .casting.patched_functions import PatchedFunctions
 from .casting.weight_cache import WeightCache
 from .casting.wrappers import Casts
+from .common.imported_modules import one_look
+from .common.living_objects import instances
+from .common.warn_once import warn_once
 from .distributed.engines import local_optimizer, ranks_given, refuse_bucket_views
-from .imported_modules import one_look
 from .levels import OptLevel
-from .living_objects import instances
 from .mistakes.guard import Guard
 from .optimizers.groups import params_of
 from .optimizers.half_eps import warn_of_eps
@@ -60,7 +61,6 @@ from .step.history import History, Prepared
 from .step.lookup import Lookup
 from .step.observers import Observers
 from .step.prepared_optimizers import PreparedOptimizers
-from .warn_once import warn_once
 from .weights import module_rules as rules_of_modules
 from .weights.forward_methods import ForwardMethods
 from .weights.fp32_values import FP32Values

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 from torch import nn
 
 from .casting.libraries.library_casts import CASTS, IN_FLOAT, Rule
-from .imported_modules import is_left_alone
+from .common.imported_modules import is_left_alone
 from .patching import when_imported
 from .session import session
 

@@ -41,19 +41,8 @@ FLOORS = (
     {"weights"},
     {"casting", "distributed"},
     {"kernels", "arguments"},
-    {"requested_level", "call_site", "patching", "rules_file", "__init__"},
-    {
-        "levels",
-        "warn_once",
-        "imported_modules",
-        "living_objects",
-        "running_backward",
-        "weak_modules",
-        "did_you_mean",
-        "early_looks",
-        "scales",
-        "other_names",
-    },
+    {"requested_level", "patching", "__init__"},
+    {"levels", "common", "other_names"},
 )
 #: Rooms within a room: they stand on the modules beside them, none of which imports from them.
 INNER = ("amp_patch.casting.libraries",)

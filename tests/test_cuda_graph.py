@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from amp_patch import cuda_graph
-from amp_patch.early_looks import WATCHED
+from amp_patch.common.early_looks import WATCHED
 from amp_patch.kernels.graph_capture import captures, in_living_graphs
 from amp_patch.optimizers import FusedLAMB
 from amp_patch.session import session

@@ -21,8 +21,8 @@ import pytest
 import torch
 from hypothesis import given
 
-from amp_patch import imported_modules
-from amp_patch.imported_modules import one_look, users_of_torch
+from amp_patch.common import imported_modules
+from amp_patch.common.imported_modules import one_look, users_of_torch
 from amp_patch.patching import (
     Patches,
     as_function,

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from amp_patch.imported_modules import is_left_alone
+from amp_patch.common.imported_modules import is_left_alone
 from amp_patch.patching import Patches
 
 from . import Function

@@ -20,14 +20,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from amp_patch.imported_modules import (
+from amp_patch.common.imported_modules import (
     Imported,
     Replacements,
     imported,
     is_left_alone,
     users_of_torch,
 )
-from amp_patch.living_objects import instances, is_set_up
+from amp_patch.common.living_objects import instances, is_set_up
 from amp_patch.patching import put
 
 # An object, a key or attribute of it, and what it holds there.

@@ -11,7 +11,7 @@ import types
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
-from amp_patch.imported_modules import Replacements
+from amp_patch.common.imported_modules import Replacements
 from amp_patch.patching import (
     Patches,
     as_function,

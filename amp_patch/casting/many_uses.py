@@ -20,8 +20,8 @@ from torch.autograd import Function, forward_ad
 from torch.autograd.function import FunctionCtx
 from torch.nn import Module, Parameter
 
+from amp_patch.common.weak_modules import ModuleTable
 from amp_patch.levels import HALVES
-from amp_patch.weak_modules import ModuleTable
 
 from .shared_casts import USES, is_in_selective_checkpoint, is_recorded
 

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from amp_patch.did_you_mean import did_you_mean, meant
+from amp_patch.common.did_you_mean import did_you_mean, meant
+from amp_patch.common.weak_modules import WeakModules
 from amp_patch.levels import OptLevel
 from amp_patch.patching import Patches, resolve
-from amp_patch.weak_modules import WeakModules
 
 from . import (
     autocast_questions,

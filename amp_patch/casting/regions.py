@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode
 
-from amp_patch.imported_modules import is_left_alone
+from amp_patch.common.imported_modules import is_left_alone
 from amp_patch.levels import HALVES
 from amp_patch.patching import resolve
 

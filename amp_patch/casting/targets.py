@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 import torch
 
-from amp_patch.did_you_mean import near
+from amp_patch.common.did_you_mean import near
 
 from . import rules
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from amp_patch.common.warn_once import warn_once
 from amp_patch.levels import HALVES
 from amp_patch.patching import stood_for
-from amp_patch.warn_once import warn_once
 
 from . import Function, fused_loss
 from .added_values import adding_in_float32

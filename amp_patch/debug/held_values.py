@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_patch import patching
-from amp_patch.imported_modules import is_left_alone
+from amp_patch.common.imported_modules import is_left_alone
 
 #: So many values are looked at below one: a module may hold its trainer, or a dataset.
 MOST_VALUES = 2000

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from amp_patch.casting.argument_casts import tensors_in
 from amp_patch.casting.nested import map_tensors
-from amp_patch.weak_modules import ModuleTable
+from amp_patch.common.weak_modules import ModuleTable
 
 from .facts import Mend
 from .mends import Mended, mend

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.optim import Optimizer
 
+from amp_patch.common.warn_once import warn_once
 from amp_patch.distributed.process_groups import rank
 from amp_patch.kernels import HostCopy
 from amp_patch.kernels.graph_capture import captures
@@ -21,7 +22,6 @@ from amp_patch.session import session
 from amp_patch.step.loss_scaling import Found, names_of
 from amp_patch.step.observers import StepObserver
 from amp_patch.step.skip import Skip
-from amp_patch.warn_once import warn_once
 
 from .sinks import Logger, Record, Sink, TensorBoard, WandB
 

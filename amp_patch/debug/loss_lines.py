@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch.overrides import TorchFunctionMode
 
-from amp_patch.warn_once import NOT_THE_USERS, users_frame
+from amp_patch.common.warn_once import NOT_THE_USERS, users_frame
 
 from .places import next_node
 

@@ -22,8 +22,8 @@ from torch.nn.modules import module as module_hooks
 from torch.overrides import TorchFunctionMode
 
 from amp_patch.casting import rules
-from amp_patch.running_backward import is_in_backward
-from amp_patch.warn_once import NOT_THE_USERS, users_frame
+from amp_patch.common.running_backward import is_in_backward
+from amp_patch.common.warn_once import NOT_THE_USERS, users_frame
 
 #: The number that the next node of an autograd graph gets.
 next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr

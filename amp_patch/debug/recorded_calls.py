@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from amp_patch.casting.argument_casts import tensors_in
 from amp_patch.casting.mode import mode
 from amp_patch.casting.nested import map_tensors
+from amp_patch.common.weak_modules import ModuleTable
 from amp_patch.kernels.graph_capture import captures
-from amp_patch.weak_modules import ModuleTable
 
 from .places import next_node
 from .ranges import kinds_in

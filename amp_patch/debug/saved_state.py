@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from amp_patch import patching
-from amp_patch.imported_modules import is_left_alone
+from amp_patch.common.imported_modules import is_left_alone
 
 from .held_values import HeldValue
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from amp_patch.weak_modules import ModuleTable
+from amp_patch.common.weak_modules import ModuleTable
 from amp_patch.weights.half_storage import kept_in_fp32
 
 from .paths import numbered

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from amp_patch.casting.torch_compile import order_hooks
+from amp_patch.common.weak_modules import ModuleTable, WeakModules
 from amp_patch.distributed.flat_parameters import flat_modules
 from amp_patch.distributed.fully_sharded import sharded_modules
 from amp_patch.distributed.process_groups import has_others, is_on
@@ -30,7 +31,6 @@ from amp_patch.session import session
 from amp_patch.step.loss_scaling import Found
 from amp_patch.step.observers import StepObserver
 from amp_patch.step.skip import Skip
-from amp_patch.weak_modules import ModuleTable, WeakModules
 
 from .cause import Cause, with_one_limit
 from .facts import Mend

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from amp_patch.casting.mode import HALVES
-from amp_patch.running_backward import is_in_backward
+from amp_patch.common.running_backward import is_in_backward
 
 from .places import Place, Places, makes_gradients
 from .ranges import (

@@ -12,7 +12,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from amp_patch.scales import Scale
+from amp_patch.common.scales import Scale
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # not every build of torch has it

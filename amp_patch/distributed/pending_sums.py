@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_patch.running_backward import is_in_backward
-from amp_patch.warn_once import warn_once
+from amp_patch.common.running_backward import is_in_backward
+from amp_patch.common.warn_once import warn_once
 
 from .shards import place
 

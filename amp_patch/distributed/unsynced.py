@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from amp_patch.weak_modules import ModuleTable, WeakModules
+from amp_patch.common.weak_modules import ModuleTable, WeakModules
 
 from . import flat_parameters, fully_sharded
 

@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from amp_patch.common.scales import Scale
 from amp_patch.kernels import GradCheck
 from amp_patch.kernels.dense_rows import chosen
 from amp_patch.kernels.getters import GRAD, IS_SPARSE
-from amp_patch.scales import Scale
 from amp_patch.weights.lazy_gradients import LazyGradients, Made, Source
 from amp_patch.weights.parameter_lists import Tensors, are_same, have_none, store_grads
 

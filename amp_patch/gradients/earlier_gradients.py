@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from amp_patch.casting.gradient_hooks import own
+from amp_patch.common.warn_once import NOT_THE_USERS, warn_once
 from amp_patch.distributed.shards import any_spread, local
 from amp_patch.kernels.getters import GRAD, IS_SPARSE, REQUIRES_GRAD, VERSION
 from amp_patch.kernels.without_grad import without_grad
-from amp_patch.warn_once import NOT_THE_USERS, warn_once
 from amp_patch.weights.parameter_lists import (
     are_same,
     clear_grads,

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from amp_patch.scales import Scale, kept
+from amp_patch.common.scales import Scale, kept
 from amp_patch.weights.parameter_lists import are_same, stored_grad, stored_grads
 
 from .any_values import are_any

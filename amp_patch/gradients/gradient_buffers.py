@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from amp_patch import kernels
+from amp_patch.common.scales import Scale
 from amp_patch.distributed.shards import any_spread, local, spread_as
 from amp_patch.kernels import CudaGradCheck, GradCheck, small_tensors, torch_kernels
 from amp_patch.kernels.dense_rows import chosen
@@ -24,7 +25,6 @@ from amp_patch.kernels.reusable import Reusable
 from amp_patch.kernels.tensor_lists import kind_of
 from amp_patch.kernels.without_grad import without_grad
 from amp_patch.levels import HALVES
-from amp_patch.scales import Scale
 from amp_patch.weights.parameter_lists import (
     Tensors,
     all_are,

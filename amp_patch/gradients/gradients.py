@@ -13,9 +13,9 @@ from itertools import chain, compress
 
 from torch import Tensor
 
+from amp_patch.common.scales import Scale, is_one
 from amp_patch.kernels.default_device import without_default_device
 from amp_patch.kernels.graph_capture import captures
-from amp_patch.scales import Scale, is_one
 from amp_patch.weights.lazy_gradients import LazyGradients
 from amp_patch.weights.own_gradients import OwnGradients
 from amp_patch.weights.parameter_lists import (

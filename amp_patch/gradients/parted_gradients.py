@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from amp_patch.scales import Scale
+from amp_patch.common.scales import Scale
 from amp_patch.weights.lazy_gradients import LazyGradients
 from amp_patch.weights.parameter_lists import clear_grads, have_none, store_grad, stored_grad
 

@@ -15,10 +15,10 @@ from typing import Any
 
 from torch import Tensor
 
+from amp_patch.common.scales import Scale
 from amp_patch.distributed.shards import place_gradients
 from amp_patch.kernels import GradCheck
 from amp_patch.kernels.getters import GRAD, IS_SPARSE
-from amp_patch.scales import Scale
 from amp_patch.weights.lazy_gradients import LazyGradients
 from amp_patch.weights.parameter_lists import STORED_GRAD, Tensors, are_complete, look_up
 

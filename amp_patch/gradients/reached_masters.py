@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from amp_patch.common.scales import Scale
 from amp_patch.distributed.shards import is_spread
-from amp_patch.scales import Scale
 from amp_patch.weights.parameter_lists import stored_grad
 
 from .param_pairs import ParamPairs

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from amp_patch import kernels
+from amp_patch.common.scales import Scale
 from amp_patch.distributed.shards import local
-from amp_patch.scales import Scale
 from amp_patch.weights.parameter_lists import store_grad, stored_grad
 
 from .foreign_gradients import Watch

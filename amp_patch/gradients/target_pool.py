@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp_patch.common.scales import Scale
 from amp_patch.kernels import GradCheck, small_tensors, torch_kernels
 from amp_patch.kernels.getters import IS_SPARSE
 from amp_patch.kernels.reusable import Reusable
 from amp_patch.kernels.without_grad import without_grad
-from amp_patch.scales import Scale
 from amp_patch.weights.parameter_lists import are_same
 
 from .rounded_gradients import write

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.weak import TensorWeakRef
 
+from amp_patch.common.scales import Scale
 from amp_patch.distributed.shards import is_spread
-from amp_patch.scales import Scale
 from amp_patch.weights.parameter_lists import stored_grad
 
 from .any_values import are_any

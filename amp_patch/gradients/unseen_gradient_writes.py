@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from amp_patch.common.early_looks import EarlyLooks
 from amp_patch.distributed.shards import local
-from amp_patch.early_looks import EarlyLooks
 from amp_patch.kernels.graph_capture import captures
 from amp_patch.weights.half_bits import sum_of_bits
 

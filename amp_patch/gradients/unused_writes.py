@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from amp_patch.warn_once import warn
+from amp_patch.common.warn_once import warn
 from amp_patch.weights.lazy_gradients import LazyGradients
 
 from .half_gradients import HalfGradients, LargeInHalf

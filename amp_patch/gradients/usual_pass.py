@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from amp_patch import kernels
+from amp_patch.common.scales import Scale
 from amp_patch.kernels import GradCheck
 from amp_patch.kernels.getters import DTYPE, GRAD, IS_SPARSE
 from amp_patch.kernels.without_grad import without_grad
-from amp_patch.scales import Scale
 from amp_patch.weights.lazy_gradients import LazyGradients, Made
 from amp_patch.weights.parameter_lists import (
     are_complete,

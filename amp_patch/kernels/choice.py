@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from amp_patch.warn_once import warn_once
+from amp_patch.common.warn_once import warn_once
 
 from . import cuda_cross_entropy, cuda_kernels, cuda_module, scaler_state, torch_kernels
 from .dense_rows import forget_splits

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_patch.scales import Scale
+from amp_patch.common.scales import Scale
 
 from . import cuda_module, torch_kernels
 from .cuda_launch import launch, note_written

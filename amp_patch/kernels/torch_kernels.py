@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from amp_patch.scales import Scale
+from amp_patch.common.scales import Scale
 
 from .getters import IS_CPU, IS_SPARSE
 from .looks import are_nonfinite

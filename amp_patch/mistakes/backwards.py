@@ -18,14 +18,14 @@ from torch.optim import Optimizer
 
 from amp_patch.casting.many_uses import begin_anew
 from amp_patch.casting.torch_compile import never_trace
-from amp_patch.early_looks import EarlyLooks
-from amp_patch.running_backward import is_in_backward
+from amp_patch.common.early_looks import EarlyLooks
+from amp_patch.common.running_backward import is_in_backward
+from amp_patch.common.warn_once import warn_once
 from amp_patch.step.autograd_graph import AutogradGraph, leaves_of
 from amp_patch.step.optimizer_step import OptimizerStep
 from amp_patch.step.prepared_optimizers import Reached
 from amp_patch.step.scalar_backward import short_for_scalars
 from amp_patch.step.watched_backward import refuse_another_backward, refuse_late_backward
-from amp_patch.warn_once import warn_once
 
 from .handed_on import begins_with_gradients_of, goes_on
 from .master_inputs import listed, with_halves

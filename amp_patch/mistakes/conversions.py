@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from amp_patch.casting.running_modules import running_modules
+from amp_patch.common.warn_once import warn_once
 from amp_patch.levels import HALVES, OptLevel
-from amp_patch.warn_once import warn_once
 from amp_patch.weights.half_storage import kept_in_fp32
 
 _TO_HALF = ("half", "bfloat16")

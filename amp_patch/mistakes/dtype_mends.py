@@ -19,7 +19,7 @@ from torch.nn.utils import stateless
 from amp_patch.casting.mode import FLOATS
 from amp_patch.casting.nested import map_tensors
 from amp_patch.casting.running_modules import running_modules
-from amp_patch.imported_modules import is_left_alone
+from amp_patch.common.imported_modules import is_left_alone
 from amp_patch.levels import HALVES, OptLevel
 from amp_patch.weights.half_storage import kept_by_name, kept_in_fp32
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from amp_patch.common.living_objects import living_modules
 from amp_patch.distributed.process_groups import is_on
 from amp_patch.levels import OptLevel
-from amp_patch.living_objects import living_modules
 
 
 def wrappers_of(models: Sequence[nn.Module]) -> list[nn.Module]:

@@ -19,9 +19,10 @@ from torch.autograd import Variable
 from torch.optim import Optimizer
 
 from amp_patch import kernels
+from amp_patch.common.running_backward import is_in_backward
+from amp_patch.common.scales import Scale
+from amp_patch.common.warn_once import warn_once
 from amp_patch.optimizers.groups import params_of
-from amp_patch.running_backward import is_in_backward
-from amp_patch.scales import Scale
 from amp_patch.scaling.loss_scaler import LossScaler
 from amp_patch.scaling.scale_rule import ScaleRule
 from amp_patch.step.autograd_graph import OF_GRAD_SCALER
@@ -30,7 +31,6 @@ from amp_patch.step.loss_scaling import LossScaling
 from amp_patch.step.optimizer_step import OptimizerStep
 from amp_patch.step.prepared_optimizers import PreparedOptimizers
 from amp_patch.step.skip import either
-from amp_patch.warn_once import warn_once
 
 from .scaler_cycle import ScalerCycle
 from .scaler_stages import ScalerStages

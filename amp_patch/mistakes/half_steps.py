@@ -7,10 +7,10 @@ import weakref
 from torch import Tensor
 from torch.optim import Optimizer
 
+from amp_patch.common.warn_once import warn
 from amp_patch.levels import HALVES
 from amp_patch.optimizers.groups import params_of
 from amp_patch.step.prepared_optimizers import PreparedOptimizers
-from amp_patch.warn_once import warn
 from amp_patch.weights.fp32_values import FP32Values
 
 

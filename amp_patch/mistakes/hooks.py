@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from amp_patch.casting import gradient_hooks
 from amp_patch.casting.torch_compile import never_trace
+from amp_patch.common.warn_once import warn_once
 from amp_patch.gradients.earlier_gradients import reading_hooks
-from amp_patch.warn_once import warn_once
 
 from .linear_hooks import is_linear_in_grad, only_multiplies
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable
 
 from torch import Tensor
 
+from amp_patch.common.warn_once import warn_once
 from amp_patch.step.optimizer_step import OptimizerStep
-from amp_patch.warn_once import warn_once
 
 
 class ScaleUsers:

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
+from amp_patch.common.living_objects import dtype_of, instances, is_leaf
+from amp_patch.common.warn_once import warn_once
 from amp_patch.kernels.graph_capture import captures
 from amp_patch.levels import HALVES
-from amp_patch.living_objects import dtype_of, instances, is_leaf
-from amp_patch.warn_once import warn_once
 
 #: Steps until the first look: an average has begun, and the loss scale has come down.
 _FIRST_LOOK = 16

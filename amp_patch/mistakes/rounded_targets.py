@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from amp_patch.casting.nested import items_of
-from amp_patch.did_you_mean import did_you_mean, meant
-from amp_patch.warn_once import warn_once
-from amp_patch.weak_modules import ModuleTable
+from amp_patch.common.did_you_mean import did_you_mean, meant
+from amp_patch.common.warn_once import warn_once
+from amp_patch.common.weak_modules import ModuleTable
 from amp_patch.weights.kept_inputs import by_place, forward_of, has_part, names_of
 
 #: Angles are made of these, and sines of the angles: of 0.1 radian these are off by a tenth.

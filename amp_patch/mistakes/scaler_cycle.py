@@ -9,9 +9,9 @@ import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from amp_patch.common.scales import Scale
 from amp_patch.gradients.foreign_gradients import Watch
 from amp_patch.kernels import GradCheck
-from amp_patch.scales import Scale
 from amp_patch.scaling.loss_scaler import LossScaler
 from amp_patch.step.loss_scaling import Found, LossScaling
 from amp_patch.step.optimizer_step import OptimizerStep

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor
 
+from amp_patch.common.early_looks import EarlyLooks
+from amp_patch.common.running_backward import is_in_backward
+from amp_patch.common.warn_once import warn_once
 from amp_patch.distributed.pending_sums import are_gradients
-from amp_patch.early_looks import EarlyLooks
-from amp_patch.running_backward import is_in_backward
 from amp_patch.step.optimizer_backward import OptimizerBackward
-from amp_patch.warn_once import warn_once
 
 #: How many collectives of other tensors are looked at: each is compared with all gradients.
 _MOST = 64

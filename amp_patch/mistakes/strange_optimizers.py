@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from amp_patch.common.warn_once import warn_once
 from amp_patch.optimizers.groups import params_of
-from amp_patch.warn_once import warn_once
 
 
 def refuse_flat(optimizers: Iterable[Optimizer], models: Collection[nn.Module]) -> None:

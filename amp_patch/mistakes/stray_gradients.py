@@ -13,9 +13,9 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
+from amp_patch.common.scales import Scale
 from amp_patch.gradients.foreign_gradients import Watch
 from amp_patch.gradients.true_gradients import TrueGradients
-from amp_patch.scales import Scale
 from amp_patch.weights.parameter_lists import stored_grad
 
 

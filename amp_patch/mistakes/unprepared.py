@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef
 
+from amp_patch.common.scales import Scale, kept
 from amp_patch.gradients.any_values import are_any
 from amp_patch.gradients.foreign_gradients import Watch
 from amp_patch.gradients.scaled_gradients import bring_to, by_scale
 from amp_patch.optimizers.groups import params_of
-from amp_patch.scales import Scale, kept
 from amp_patch.step.held_params import Joined, LetGo
 from amp_patch.step.optimizer_backward import OptimizerBackward
 from amp_patch.step.optimizer_step import OptimizerStep

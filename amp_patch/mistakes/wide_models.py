@@ -10,8 +10,8 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from amp_patch.common.warn_once import warn_once
 from amp_patch.levels import OptLevel
-from amp_patch.warn_once import warn_once
 
 
 def warn_of_float64(models: Iterable[nn.Module], level: OptLevel) -> None:

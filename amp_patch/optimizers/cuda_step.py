@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from amp_patch.common.scales import Scale
 from amp_patch.gradients.half_gradients import HalfGradients
 from amp_patch.kernels import are_on_cuda, are_used, cuda_kernels, cuda_norms
 from amp_patch.kernels.cuda_optimizers import Factors, GroupRows, KernelStep, OptimizerKernels
 from amp_patch.kernels.graph_capture import captures
 from amp_patch.kernels.resident import Resident, scalar
 from amp_patch.kernels.without_grad import without_grad
-from amp_patch.scales import Scale
 from amp_patch.weights.lazy_gradients import LazyGradients
 from amp_patch.weights.master_weights import MasterWeights
 from amp_patch.weights.parameter_lists import are_none, are_same, stored_grads

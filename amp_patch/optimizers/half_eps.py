@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
-from amp_patch.warn_once import warn_once
+from amp_patch.common.warn_once import warn_once
 
 from .wrapped_optimizers import wrapped_by
 

@@ -14,6 +14,7 @@ from typing import Literal, Protocol
 from torch import Tensor
 
 from amp_patch.casting.weight_cache import WeightCache
+from amp_patch.common.scales import Scale
 from amp_patch.distributed.agreement import agree
 from amp_patch.distributed.pending_sums import pending_sums
 from amp_patch.distributed.process_groups import without_repetition
@@ -22,7 +23,6 @@ from amp_patch.gradients.foreign_gradients import Watch
 from amp_patch.gradients.param_pairs import ParamPairs
 from amp_patch.kernels.default_device import without_default_device
 from amp_patch.levels import HALVES
-from amp_patch.scales import Scale
 
 from .loss_scaling import Found, LossScaling, PendingCheck
 from .optimizer_backward import OptimizerBackward

@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 from typing import Protocol
 
+from amp_patch.common.running_backward import is_in_backward
+from amp_patch.common.scales import Scale
 from amp_patch.gradients.gradients import Gradients
 from amp_patch.gradients.param_pairs import ParamPairs
 from amp_patch.gradients.reached_masters import ReachedMasters
-from amp_patch.running_backward import is_in_backward
-from amp_patch.scales import Scale
 from amp_patch.weights.own_gradients import OwnGradients
 
 from .held_params import HeldParams

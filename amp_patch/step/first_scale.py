@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from amp_patch.warn_once import warn
+from amp_patch.common.warn_once import warn
 from amp_patch.weights.parameter_lists import stored_grad
 
 from .optimizer_backward import OptimizerBackward

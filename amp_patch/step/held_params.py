@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_patch.arguments import refuse_half_params
+from amp_patch.common.scales import Scale, is_one
 from amp_patch.distributed.process_groups import StepRanks, groups_of
 from amp_patch.gradients.param_pairs import ParamPairs
 from amp_patch.gradients.true_gradients import TrueGradients
 from amp_patch.kernels.getters import REQUIRES_GRAD
 from amp_patch.levels import HALVES
-from amp_patch.scales import Scale, is_one
 from amp_patch.weights.master_weights import MasterWeights
 from amp_patch.weights.parameter_lists import Tensors, are_still, listed
 

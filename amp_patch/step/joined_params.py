@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from amp_patch.common.scales import Scale
 from amp_patch.gradients.gradients import Gradients
 from amp_patch.gradients.param_pairs import ParamPairs
 from amp_patch.gradients.scaled_gradients import by_scale
-from amp_patch.scales import Scale
 from amp_patch.weights.parameter_lists import listed, store_grad, stored_grad
 
 from .held_params import HeldParams, Joined

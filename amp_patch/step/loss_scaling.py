@@ -14,13 +14,13 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from amp_patch.common.scales import Scale
+from amp_patch.common.warn_once import warn_once
 from amp_patch.kernels import GradCheck
 from amp_patch.kernels.graph_capture import captures, type_of
-from amp_patch.scales import Scale
 from amp_patch.scaling.device_scaler import DeviceScaler
 from amp_patch.scaling.loss_scaler import LossScaler
 from amp_patch.scaling.scale_rule import ScaleRule
-from amp_patch.warn_once import warn_once
 
 from .late_check import LateCheck
 from .skip import Skip

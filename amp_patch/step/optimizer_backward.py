@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from amp_patch.common.scales import Scale, is_one
 from amp_patch.distributed.process_groups import StepRanks
 from amp_patch.gradients.any_pass import TakenPass
 from amp_patch.gradients.foreign_gradients import ForeignGradients
@@ -23,7 +24,6 @@ from amp_patch.kernels import GradCheck
 from amp_patch.kernels.graph_capture import captures
 from amp_patch.optimizers.device_flag import skips_by_flag
 from amp_patch.optimizers.fused_step import FusedStep
-from amp_patch.scales import Scale, is_one
 from amp_patch.weights.parameter_lists import Tensors
 
 from .cleared_gradients import ClearedGradients

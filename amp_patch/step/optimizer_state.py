@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from amp_patch.common.living_objects import weakly
 from amp_patch.distributed.engines import is_zero
 from amp_patch.distributed.saved_masters import SavedMasters
-from amp_patch.living_objects import weakly
 from amp_patch.optimizers.half_eps import warn_of_eps, watch_first_step
 
 from .held_params import HeldParams

@@ -15,9 +15,9 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from amp_patch.casting.mode import mode
 from amp_patch.casting.running_modules import is_called
+from amp_patch.common.early_looks import WATCHED
 from amp_patch.distributed.engines import refuse_join
 from amp_patch.distributed.process_groups import StepRanks
-from amp_patch.early_looks import WATCHED
 from amp_patch.levels import HALVES
 from amp_patch.optimizers.device_flag import must_be_told, step_by_flag
 from amp_patch.optimizers.direct_step import DirectStep

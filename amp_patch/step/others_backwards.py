@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from amp_patch.common.scales import Scale
 from amp_patch.gradients.foreign_gradients import ForeignGradients, Watch
 from amp_patch.gradients.gradients import Gradients
 from amp_patch.gradients.param_pairs import ParamPairs
 from amp_patch.optimizers.fused_step import FusedStep
-from amp_patch.scales import Scale
 from amp_patch.weights.parameter_lists import have_none, stored_grad
 
 from .current_pass import CurrentPass

@@ -11,9 +11,9 @@ from itertools import chain
 
 from torch import Tensor
 
+from amp_patch.common.scales import Scale
 from amp_patch.gradients.foreign_gradients import ForeignGradients
 from amp_patch.gradients.gradients import Gradients
-from amp_patch.scales import Scale
 from amp_patch.weights.parameter_lists import clear_grads
 
 from .current_pass import CurrentPass

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from amp_patch.common.warn_once import warn_once
 from amp_patch.distributed.engines import is_zero, local_optimizer
 from amp_patch.distributed.process_groups import StepRanks
 from amp_patch.distributed.shards import any_spread
@@ -22,7 +23,6 @@ from amp_patch.optimizers.wrapped_optimizers import wrapped_by
 from amp_patch.patching import Patches
 from amp_patch.scaling.loss_scaler import LossScaler
 from amp_patch.scaling.scale_rule import ScaleRule
-from amp_patch.warn_once import warn_once
 from amp_patch.weights.fp32_values import FP32Values
 from amp_patch.weights.master_weights import MasterWeights
 from amp_patch.weights.rollback import Attributes

@@ -7,9 +7,9 @@ import functools
 from collections.abc import Callable
 from itertools import chain
 
+from amp_patch.common.warn_once import warn
 from amp_patch.gradients.any_pass import TakenPass
 from amp_patch.optimizers.fused_step import FusedStep
-from amp_patch.warn_once import warn
 
 from .optimizer_backward import OptimizerBackward
 

@@ -18,7 +18,7 @@ from typing import Any, cast
 from torch.optim import Optimizer
 
 from amp_patch.casting.torch_compile import never_trace
-from amp_patch.imported_modules import is_left_alone
+from amp_patch.common.imported_modules import is_left_alone
 from amp_patch.patching import Patches, bind
 
 

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
+from amp_patch.common.running_backward import is_in_backward
+from amp_patch.common.warn_once import warn_once
 from amp_patch.gradients.foreign_gradients import ForeignGradients
 from amp_patch.gradients.gradient_offer import GradientOffer
 from amp_patch.gradients.gradients import Gradients
 from amp_patch.optimizers.fused_step import FusedStep
-from amp_patch.running_backward import is_in_backward
-from amp_patch.warn_once import warn_once
 from amp_patch.weights.parameter_lists import are_same, have_none, stored_grad, stored_grads
 
 from .current_pass import CurrentPass

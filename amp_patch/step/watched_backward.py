@@ -12,9 +12,9 @@ from typing import NoReturn
 from torch import Tensor
 from torch.nn import Parameter
 
+from amp_patch.common.warn_once import warn, warn_once
 from amp_patch.distributed.process_groups import has_others
 from amp_patch.gradients.reached_masters import refuse_given
-from amp_patch.warn_once import warn, warn_once
 
 from .autograd_graph import leaves_of
 from .optimizer_backward import OptimizerBackward

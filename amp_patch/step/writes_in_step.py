@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.hooks import RemovableHandle
 
-from amp_patch.warn_once import warn_once
+from amp_patch.common.warn_once import warn_once
 from amp_patch.weights.master_weights import MasterWeights
 
 from .replaced_methods import takes_hooks

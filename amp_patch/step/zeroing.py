@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from amp_patch.early_looks import WATCHED
+from amp_patch.common.early_looks import WATCHED
+from amp_patch.common.warn_once import warn_once
 from amp_patch.gradients.gradients import Gradients
 from amp_patch.gradients.param_pairs import ParamPairs
-from amp_patch.warn_once import warn_once
 
 from .skip import Skip
 

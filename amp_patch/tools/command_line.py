@@ -17,8 +17,8 @@ from typing import Any
 import click
 
 from amp_patch import __version__
-from amp_patch.did_you_mean import near
-from amp_patch.rules_file import RULES_BY
+from amp_patch.common.did_you_mean import near
+from amp_patch.common.rules_file import RULES_BY
 
 from .launch import exit_code_of, signals_interrupt
 

@@ -9,8 +9,8 @@ import click
 
 from amp_patch.apex.process import real_amp, run_python
 from amp_patch.casting.rules import PROFILES
-from amp_patch.did_you_mean import did_you_mean
-from amp_patch.rules_file import read
+from amp_patch.common.did_you_mean import did_you_mean
+from amp_patch.common.rules_file import read
 
 from . import options
 from .errors import refuse_notebook

@@ -19,8 +19,8 @@ from torch import nn
 from amp_patch.casting.mode import mode
 from amp_patch.casting.running_modules import called
 from amp_patch.casting.torch_compile import never_trace
+from amp_patch.common.weak_modules import ModuleTable
 from amp_patch.patching import Patches
-from amp_patch.weak_modules import ModuleTable
 
 from .half_model import ForwardCasts
 from .kept_inputs import places

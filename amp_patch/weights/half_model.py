@@ -22,8 +22,8 @@ from amp_patch.casting.nested import map_tensors
 from amp_patch.casting.running_modules import calls_of
 from amp_patch.casting.shared_casts import CAST
 from amp_patch.casting.torch_compile import call_as_traced, is_exporting, leave_out, order_hooks
+from amp_patch.common.warn_once import warn_once
 from amp_patch.levels import HALVES
-from amp_patch.warn_once import warn_once
 
 from .kept_inputs import put_back
 from .written_inputs import written_inputs

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from amp_patch.did_you_mean import did_you_mean, meant
+from amp_patch.common.did_you_mean import did_you_mean, meant
 
 #: Classes of other libraries -> the argument of their forward that boxes come in.
 _BOXES = {

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
+from amp_patch.common.warn_once import warn_once
 from amp_patch.distributed.shards import are_equal_here
-from amp_patch.warn_once import warn_once
 
 
 def tell_of_lost_writes(

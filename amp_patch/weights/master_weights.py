@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from amp_patch.common.living_objects import weakly
 from amp_patch.distributed.shards import is_spread, local
 from amp_patch.kernels import small_tensors
 from amp_patch.kernels.default_device import without_default_device
-from amp_patch.living_objects import weakly
 from amp_patch.patching import put
 
 from .fp32_values import FP32Values

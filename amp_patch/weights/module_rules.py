@@ -20,7 +20,7 @@ from amp_patch.casting.libraries.library_casts import computes_in_float
 from amp_patch.casting.mode import mode
 from amp_patch.casting.regions import FloatRegion, HalfRegion, end_block
 from amp_patch.casting.torch_compile import order_hooks
-from amp_patch.did_you_mean import near
+from amp_patch.common.did_you_mean import near
 from amp_patch.levels import HALVES
 
 from .half_model import FollowsCopies, cast_floats, dtype_of_weights, remove_hooks

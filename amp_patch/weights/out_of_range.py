@@ -11,8 +11,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from amp_patch.common.warn_once import warn
 from amp_patch.kernels.looks import is_infinite
-from amp_patch.warn_once import warn
 
 
 def warn_of_infinite(model: nn.Module, originals: Mapping[Tensor, Tensor]) -> None:

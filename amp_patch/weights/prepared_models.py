@@ -17,6 +17,7 @@ from amp_patch.casting import many_uses
 from amp_patch.casting.argument_casts import is_on_cast_device
 from amp_patch.casting.mode import ALL_DEVICES, OFF, process
 from amp_patch.casting.weight_cache import WeightCache
+from amp_patch.common.weak_modules import ModuleTable
 from amp_patch.distributed.flat_parameters import refuse_original_params
 from amp_patch.distributed.fully_sharded import (
     follow_parameters,
@@ -26,7 +27,6 @@ from amp_patch.distributed.fully_sharded import (
 )
 from amp_patch.distributed.shards import set_data
 from amp_patch.levels import HALVES, OptLevel
-from amp_patch.weak_modules import ModuleTable
 
 from . import half_model, half_storage, kept_inputs, module_rules, parametrizations
 from .fp32_values import FP32Values

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from amp_patch.common.warn_once import warn_once
 from amp_patch.distributed.process_groups import is_on
 from amp_patch.distributed.shards import are_equal_here
 from amp_patch.kernels.without_grad import without_grad
 from amp_patch.levels import HALVES
-from amp_patch.warn_once import warn_once
 
 from .fp32_values import FP32Values
 from .half_bits import bits_of, is_plain

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from torch.nn import Parameter
 
+from amp_patch.common.early_looks import EarlyLooks
 from amp_patch.distributed.process_groups import is_on
-from amp_patch.early_looks import EarlyLooks
 
 from .fp32_values import FP32Values
 from .master_pairs import MasterPairs

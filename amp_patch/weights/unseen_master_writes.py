@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from amp_patch.early_looks import EarlyLooks
+from amp_patch.common.early_looks import EarlyLooks
 from amp_patch.kernels.graph_capture import captures
 
 from .half_bits import sum_of_bits

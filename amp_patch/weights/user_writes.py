@@ -6,7 +6,7 @@ Changes no numbers.
 
 from __future__ import annotations
 
-from amp_patch.early_looks import WATCHED
+from amp_patch.common.early_looks import WATCHED
 
 from .fp32_values import FP32Values
 from .lost_writes import tell_of_lost_writes

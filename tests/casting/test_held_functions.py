@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from amp_patch.casting.held_functions import HeldFunctions
-from amp_patch.living_objects import instances
+from amp_patch.common.living_objects import instances
 from amp_patch.requested_level import resolve
 from amp_patch.session import session
 

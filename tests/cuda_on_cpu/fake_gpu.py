@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from amp_patch.casting.kept_wrappers import KeptWrappers
+from amp_patch.common.warn_once import warn_once
 from amp_patch.kernels import choice, cuda_module
-from amp_patch.warn_once import warn_once
 from cuda_on_cpu.launcher import EmulatedModules
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from amp_patch.early_looks import WATCHED
+from amp_patch.common.early_looks import WATCHED
 from amp_patch.gradients.unseen_gradient_writes import UnseenGradientWrites
 
 

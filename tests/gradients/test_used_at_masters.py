@@ -9,7 +9,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from amp_patch.early_looks import WATCHED
+from amp_patch.common.early_looks import WATCHED
 from amp_patch.gradients import used_at_masters
 from amp_patch.gradients.param_pairs import ParamPairs
 from amp_patch.gradients.used_at_masters import UsedAtMasters

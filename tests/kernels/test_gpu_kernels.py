@@ -15,7 +15,7 @@ from kernel_steps import FLAGGED, Step
 from torch import Tensor, nn
 
 from amp_patch import cuda_graph, kernels
-from amp_patch.early_looks import WATCHED
+from amp_patch.common.early_looks import WATCHED
 from amp_patch.kernels import ScalerState, cuda_kernels, scaler_state, unscaler
 from amp_patch.kernels.host_copy import HostCopy
 from amp_patch.scaling.loss_scaler import LossScaler

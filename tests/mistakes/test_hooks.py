@@ -13,7 +13,7 @@ from torch import nn
 from training import batches, loss_of, make, prepared
 
 from amp_patch import amp as core
-from amp_patch.warn_once import warn_once
+from amp_patch.common.warn_once import warn_once
 
 LEVELS = ("O1", "O2", "O5")
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 from torch.utils._pytree import tree_map
 
+from amp_patch.common.living_objects import instances, is_leaf
 from amp_patch.kernels.strips import Strips
-from amp_patch.living_objects import instances, is_leaf
 from amp_patch.optimizers import FusedLAMB, step_parts
 from amp_patch.optimizers.direct_step import DirectStep
 from amp_patch.tools.sweep.memory import LivingTensors

@@ -9,7 +9,7 @@ from support import scaled_backward
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from amp_patch.early_looks import WATCHED
+from amp_patch.common.early_looks import WATCHED
 
 
 def zero_model(model: nn.Module, optimizer: Optimizer) -> None:

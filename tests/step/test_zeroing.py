@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from amp_patch.early_looks import WATCHED
+from amp_patch.common.early_looks import WATCHED
+from amp_patch.common.warn_once import warn_once
 from amp_patch.gradients.gradients import Gradients
 from amp_patch.gradients.param_pairs import ParamPairs
 from amp_patch.step.skip import Skip
 from amp_patch.step.zeroing import Zeroing
-from amp_patch.warn_once import warn_once
 
 
 @pytest.fixture(autouse=True)

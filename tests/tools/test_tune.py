@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from support import examples
 from torch import nn
 
-from amp_patch import rules_file
 from amp_patch.casting.rules import PROFILES
+from amp_patch.common import rules_file
 from amp_patch.levels import OPT_LEVELS
 from amp_patch.step.skip import Skip
 from amp_patch.tools.command_line import main

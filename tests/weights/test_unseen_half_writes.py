@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from amp_patch.early_looks import WATCHED, EarlyLooks
+from amp_patch.common.early_looks import WATCHED, EarlyLooks
 from amp_patch.kernels import small_tensors, torch_comparison
 from amp_patch.kernels.large_copies import LargeCopies
 from amp_patch.weights import unseen_half_writes

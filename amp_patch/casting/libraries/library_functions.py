@@ -26,7 +26,8 @@ from amp_patch.casting import (
 from amp_patch.casting.held_functions import HeldFunctions
 from amp_patch.casting.installation import calling, replace_by
 from amp_patch.casting.kept_wrappers import KeptWrappers
-from amp_patch.imported_modules import bindings, is_left_alone
+from amp_patch.common.imported_modules import bindings, is_left_alone
+from amp_patch.common.weak_modules import WeakModules
 from amp_patch.patching import (
     Patches,
     as_function,
@@ -36,7 +37,6 @@ from amp_patch.patching import (
     resolve_in,
     when_imported,
 )
-from amp_patch.weak_modules import WeakModules
 
 from . import library_rules
 from .library_casts import Rule, is_for_half, wrap

@@ -21,10 +21,11 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from amp_patch.casting.argument_casts import tensors_in
+from amp_patch.common.running_backward import is_in_backward
+from amp_patch.common.weak_modules import ModuleTable
 from amp_patch.debug.trace import tracer
 from amp_patch.distributed.process_groups import rank
 from amp_patch.optimizers.groups import params_of
-from amp_patch.running_backward import is_in_backward
 from amp_patch.step.loss_scaling import Found, nonfinite
 from amp_patch.step.observers import StepObserver
 from amp_patch.step.skip import Skip
@@ -34,7 +35,6 @@ from amp_patch.tools.optimizer_numbers import OptimizerNumbers
 from amp_patch.tools.same_random import SameRandomNumbers
 from amp_patch.tools.script_end import ScriptEnd
 from amp_patch.tools.step_limit import StepCounts
-from amp_patch.weak_modules import ModuleTable
 
 from .functions import FunctionWatch, Place, name_of
 from .samples import sample

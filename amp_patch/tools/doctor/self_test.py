@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from amp_patch import amp
+from amp_patch.common.rules_file import RULES_BY
 from amp_patch.levels import OPT_LEVELS
 from amp_patch.requested_level import FORCED_BY
-from amp_patch.rules_file import RULES_BY
 
 from .finding import Finding
 

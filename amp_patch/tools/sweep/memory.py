@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from amp_patch.living_objects import instances, is_leaf
+from amp_patch.common.living_objects import instances, is_leaf
 from amp_patch.weights.parameter_lists import stored_grads
 
 _STATUS = Path("/proc/self/status")

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from amp_patch.common.warn_once import warn_once
 from amp_patch.levels import HALVES
 from amp_patch.patching import Patches
 from amp_patch.scaling.loss_scaler import LossScaler as CoreScaler
 from amp_patch.session import session
 from amp_patch.step.optimizer_step import OptimizerStep
-from amp_patch.warn_once import warn_once
 
 from ._amp_state import _amp_state
 from .scaler import LossScaler, view_of

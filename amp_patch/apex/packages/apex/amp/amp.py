@@ -11,9 +11,9 @@ from torch import nn
 
 from amp_patch import amp
 from amp_patch.amp import bfloat16_function, float_function, half_function, promote_function
+from amp_patch.common.warn_once import warn_once
 from amp_patch.requested_level import resolve
 from amp_patch.session import session
-from amp_patch.warn_once import warn_once
 
 from ._amp_state import _amp_state
 from .frontend import (

@@ -12,12 +12,12 @@ from amp_patch import amp as core_amp
 from amp_patch import levels as core_levels
 from amp_patch.amp import load_state_dict, master_params, state_dict
 from amp_patch.arguments import enabled_of, models_of, optimizers_of
-from amp_patch.call_site import errors_at_the_call, returned
 from amp_patch.casting.rules import PROFILES
+from amp_patch.common.call_site import errors_at_the_call, returned
+from amp_patch.common.rules_file import rules_of
 from amp_patch.initialization import initialize_at
 from amp_patch.levels import OptLevel
 from amp_patch.requested_level import Resolved, resolve_forced
-from amp_patch.rules_file import rules_of
 from amp_patch.session import session
 
 from ._amp_state import _amp_state, warn_or_err

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from amp_patch.running_backward import is_in_backward
+from amp_patch.common.running_backward import is_in_backward
 
 from .flat_calls import flatten, unflatten
 

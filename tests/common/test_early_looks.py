@@ -1,6 +1,6 @@
 """So many looks are made, and no more unless something was found."""
 
-from amp_patch.early_looks import WATCHED, EarlyLooks
+from amp_patch.common.early_looks import WATCHED, EarlyLooks
 
 
 def counted(looks: EarlyLooks) -> int:

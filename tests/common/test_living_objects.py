@@ -11,7 +11,7 @@ import torch
 from support import scaled_backward
 from torch import Tensor, nn
 
-from amp_patch.living_objects import instances, is_leaf, living_modules, weakly
+from amp_patch.common.living_objects import instances, is_leaf, living_modules, weakly
 
 
 class Layer(nn.Linear):

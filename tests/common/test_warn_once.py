@@ -2,7 +2,7 @@
 
 import warnings
 
-from amp_patch.warn_once import WarnOnce
+from amp_patch.common.warn_once import WarnOnce
 
 
 def test_each_message_comes_once_until_a_reset() -> None:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from amp_patch.casting.patched_functions import USER_RULES
-from amp_patch.did_you_mean import did_you_mean, meant, near
-from amp_patch.rules_file import PRECISIONS
+from amp_patch.common.did_you_mean import did_you_mean, meant, near
+from amp_patch.common.rules_file import PRECISIONS
 
 
 @pytest.mark.parametrize(

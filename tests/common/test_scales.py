@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from amp_patch.scales import is_one, kept
+from amp_patch.common.scales import is_one, kept
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,8 @@ Replacements = Mapping[int, tuple[Any, Any]]
 Binding = tuple[Any, str, Any]
 
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+#: Packages in which nothing is replaced: torch, and this one.
+_LEFT_ALONE = ("torch", __name__.partition(".")[0])
 #: What multiprocessing calls the script of a process that it has spawned.
 _SPAWNED = "__mp_main__"
 # The modules of installed packages of which no global was torch's when all were last looked
@@ -30,7 +32,7 @@ _WITHOUT_TORCH: dict[str, tuple[int, int]] = {}
 @functools.cache
 def is_left_alone(name: str) -> bool:
     """Tell whether nothing is replaced in a module of this name: torch's, and this package's."""
-    return name.partition(".")[0] in ("torch", __package__)
+    return name.partition(".")[0] in _LEFT_ALONE
 
 
 def users_of_torch() -> list[types.ModuleType]:

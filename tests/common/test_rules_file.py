@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from amp_patch import rules_file
 from amp_patch.casting.rules import PROFILES
+from amp_patch.common import rules_file
+from amp_patch.common.rules_file import Rules
 from amp_patch.levels import OPT_LEVELS
-from amp_patch.rules_file import Rules
 
 FILE = """
 # written by hand

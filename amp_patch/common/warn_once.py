@@ -10,6 +10,7 @@ import os
 import sys
 import types
 import warnings
+from pathlib import Path
 
 import torch
 import wrapt
@@ -17,8 +18,12 @@ import wrapt
 #: Where the frames lie that a warning does not point at: this package, and what calls it.
 NOT_THE_USERS = (
     *(
-        os.path.join(os.path.dirname(os.path.abspath(str(path))), "")
-        for path in (__file__, torch.__file__, wrapt.__file__)
+        os.path.join(os.path.abspath(folder), "")
+        for folder in (
+            Path(__file__).parents[1],
+            Path(torch.__file__).parent,
+            Path(wrapt.__file__).parent,
+        )
     ),
     os.path.abspath(contextlib.__file__),
 )

@@ -23,7 +23,7 @@ from .warn_once import users_frame
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-_OURS = f"{Path(__file__).parent}{os.sep}"
+_OURS = f"{Path(__file__).parents[1]}{os.sep}"
 _CACHE = opcode.opmap.get("CACHE", 0)
 _RAISE = opcode.opmap["RAISE_VARARGS"]
 _UNPACK = (opcode.opmap["UNPACK_SEQUENCE"], opcode.opmap["UNPACK_EX"])

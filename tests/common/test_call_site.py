@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import amp_patch.apex
-from amp_patch import call_site
+from amp_patch.common import call_site
 
 
 def frames(error: BaseException) -> list[str]:
@@ -104,7 +104,7 @@ def test_an_error_that_we_did_not_raise_keeps_its_traceback(what: str) -> None:
 
 
 def test_a_folder_whose_name_begins_like_ours_is_the_users() -> None:
-    path = f"{Path(call_site.__file__).parent}_experiments/model.py"
+    path = f"{Path(call_site.__file__).parents[1]}_experiments/model.py"
     scope: dict[str, Any] = {}
     exec(compile("def fails():\n    raise KeyError('his own')", path, "exec"), scope)
     with pytest.raises(KeyError) as caught:

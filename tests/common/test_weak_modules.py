@@ -6,7 +6,7 @@ import gc
 
 from torch import Tensor, nn
 
-from amp_patch.weak_modules import ModuleTable, WeakModules
+from amp_patch.common.weak_modules import ModuleTable, WeakModules
 
 
 class Compared(nn.Linear):
