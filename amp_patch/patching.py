@@ -20,7 +20,7 @@ from .common.imported_modules import bindings, bindings_and_users, imported, is_
 F = TypeVar("F", bound=Callable[..., Any])
 _ABSENT = object()
 #: What `split_path` has found: each `amp.initialize` asks for hundreds of the same paths.
-_SPLIT: dict[str, tuple[str, str]] = {}
+_split_before: dict[str, tuple[str, str]] = {}
 
 
 def resolve(path: str) -> tuple[object, str, Any]:
@@ -51,10 +51,10 @@ def resolve_in(module: Any, name: str) -> tuple[object, str, Any]:
 
 def split_path(path: str) -> tuple[str, str]:
     """Split a dotted path into the module to import and the attribute path inside it."""
-    known = _SPLIT.get(path)
+    known = _split_before.get(path)
     if known is not None and known[0] in sys.modules:
         return known
-    known = _SPLIT[path] = _split(path)
+    known = _split_before[path] = _split(path)
     return known
 
 

@@ -1,22 +1,34 @@
 """What one run has prepared, and the order in which it is set up and undone.
 
 What is done to models, optimizers and functions is in `prepared_models`, `prepared_optimizers`
-and `patched_functions`. Beside the session, of which there is one, a process has more that changes:
+and `patched_functions`. Beside the session, of which there is one, a process has more that changes;
+`tests/test_architecture.py` has each such variable of a module in this list:
 
-- `casting.mode.process`, `warn_once`, and what `kernels.reset` gives up: emptied with the session.
+- `casting.mode.process`, `common.warn_once.warn_once`, and what `kernels.reset` gives up, of
+  `kernels.cuda_module.modules` among others: emptied with the session.
 - `casting.mode.mode`, of each thread: forwards that an interrupt left are left by the next
   `initialize` or `deactivate`.
-- `casting.many_uses`: by each backward and step, and by `WeightCache.clear`.
-- `casting.shared_casts`, of each thread: by its next cast, and by a collective.
-- `weights.written_inputs`, of each thread: by the next outermost call of a model.
+- `casting.many_uses`, `_counts`, `_further`, `_loops`, `_parts` and `_ends`: by each backward and
+  step, and by `WeightCache.clear`.
+- `casting.shared_casts._last`, of each thread, and `_of_threads`, which finds it: by its next cast,
+  and by a collective.
+- `casting.libraries.library_functions._kept`: wrappers serve the next session, but for those that
+  something else holds.
+- `casting.libraries.library_casts._in_float`: by nobody; it holds them weakly.
+- `weights.written_inputs.written_inputs`, of each thread: by the next outermost call of a model.
 - `weights.frozen_masters._freezing`: by the end of each step.
 - `weights.versions._clock`: by nobody, for it only counts.
 - `step.scaled_loss._open`: by the end of each block.
-- `distributed.pending_sums`: by who waits for a sum, or drops its handle.
+- `step.shown_masters._reading`, of each thread: by who reads.
+- `distributed.pending_sums.pending_sums`: by who waits for a sum, or drops its handle.
 - `mistakes.late_modules._waiting`: by nobody; who waits is held weakly.
 - `kernels.graph_capture.captures`: by the end of each capture; memory of graphs that others
   capture stays.
 - `debug.logs.logs`, `debug.trace.tracer`: by `deactivate`, which tells them that the session ends.
+- `patching._split_before` and `common.imported_modules`, `_without_torch`, `_imported_last` and
+  `_behind`: what was found stays until a module is imported, or assigned to; `_looked`, of each
+  thread: by the end of each `one_look`.
+- `apex.real_apex._lent`: by nobody, a real apex stays imported.
 """
 
 from __future__ import annotations

@@ -243,6 +243,23 @@ def global_statements(tree: ast.Module) -> list[str]:
     return [ast.unparse(node) for node in nodes(tree) if isinstance(node, ast.Global)]
 
 
+def changing_variables(tree: ast.Module) -> list[str]:
+    """Variables of a module whose contents change: by their names, they are no constants."""
+    found = []
+    for node in tree.body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and not _is_looked_up(node.value):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found += [one.id for one in targets if isinstance(one, ast.Name) and one.id.islower()]
+    return [name for name in found if not name.startswith("__")]
+
+
+def _is_looked_up(value: ast.expr | None) -> bool:
+    """Tell a name for what is there: ``reading.only``, ``getattr(torch._C, "_name", None)``."""
+    if isinstance(value, ast.Call):
+        return ast.unparse(value.func) == "getattr"
+    return isinstance(value, ast.Attribute | ast.IfExp)
+
+
 def foreign_assignments(tree: ast.Module) -> list[str]:
     """Assignments to attributes of objects that are not of our classes.
 
@@ -505,6 +522,20 @@ def test_the_drop_in_assigns_to_foreign_attributes_by_patching() -> None:
     assert violations(foreign_assignments, DROP_IN) == NO_PATCHES
 
 
+def test_the_session_tells_of_all_else_that_changes() -> None:
+    told = ast.get_docstring(parse(PACKAGE / "session.py"))
+    changing = {
+        f"{place_of(path).removeprefix('amp_patch.')}.{name}"
+        for path in (*CORE, *DROP_IN)
+        if not path.is_relative_to(PACKAGE / "tools")
+        and path.stem != "session"
+        and "packages" not in path.parts
+        for name in changing_variables(parse(path))
+    }
+    assert len(changing) > 20
+    assert not {one for one in changing if not all(part in told for part in one.rpartition("."))}
+
+
 def test_only_the_cuda_side_may_import_cupy() -> None:
     allowed = [PACKAGE / name for name in MAY_IMPORT_CUPY]
     assert not violations(cupy_imports, set(CORE) - set(allowed))
@@ -600,6 +631,9 @@ STEPS = "session.optimizers.steps"
         (private, "from amp_patch.session import _MEND"),
         (private, "from amp_patch.apex.packages.apex import amp"),
         (slow_questions, "peek = torch._C._functorch.peek_interpreter_stack"),
+        (changing_variables, "_open: dict[int, str] = {}"),
+        (changing_variables, "mode = CastMode()"),
+        (changing_variables, "_known = weakref.WeakSet()"),
         (not_literal, "if torch.cuda.is_available():\n    HALF = ()"),
         (not_literal, "HALF = tuple(sorted(names()))"),
         (not_literal, "HALF.append('mm')"),
@@ -638,6 +672,9 @@ def test_every_rule_can_fail(rule: Rule, snippet: str) -> None:
         (late_imports, "import torch\ndef f():\n    import cupy"),
         (late_imports, "def f():\n    from cupy.cuda import nvrtc"),
         (late_imports, "def f():\n    import torch._dynamo.output_graph"),
+        (changing_variables, "_CHECKS = {}\nF = TypeVar('F')\n__all__ = ['amp']"),
+        (changing_variables, "only_read = _reading.only"),
+        (changing_variables, "_run = getattr(graph, '_engine_run_backward', None)"),
         (foreign_assignments, "class C:\n    def f(self):\n        self.x = 1"),
         (foreign_assignments, "object.__setattr__(self, 'x', 1)"),
         (foreign_assignments, "new = copy.copy(old)\nsetattr(new, 'x', 1)"),

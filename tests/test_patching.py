@@ -336,7 +336,7 @@ def test_globals_of_the_script_of_a_spawned_process_are_replaced_and_restored(
     script.write_text(f"from library_of_others import function\n{kind}\n  return function(1)\n")
     for name in ("__main__", "__mp_main__"):
         monkeypatch.setitem(sys.modules, name, sys.modules["__main__"])
-    monkeypatch.setattr(imported_modules, "_BEHIND", [])
+    monkeypatch.setattr(imported_modules, "_behind", [])
     spawn._fixup_main_from_path(str(script))  # as multiprocessing does there
     there = vars(sys.modules["__mp_main__"])
     call = getattr(there.get("Layer"), "call", there.get("call"))

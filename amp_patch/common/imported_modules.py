@@ -26,7 +26,7 @@ _LEFT_ALONE = ("torch", __name__.partition(".")[0])
 _SPAWNED = "__mp_main__"
 # The modules of installed packages of which no global was torch's when all were last looked
 # through, and their fingerprints. A script assigns to globals of its own modules, not to theirs.
-_WITHOUT_TORCH: dict[str, tuple[int, int]] = {}
+_without_torch: dict[str, tuple[int, int]] = {}
 
 
 @functools.cache
@@ -46,7 +46,7 @@ class Imported:
     Attributes:
         left_alone: the names of torch's and of this package's.
         torchs: the ids of torch's.
-        others: the names of all but these and those in `_WITHOUT_TORCH`.
+        others: the names of all but these and those in `_without_torch`.
         without_torch: the packages of the latter.
     """
 
@@ -62,11 +62,11 @@ class Imported:
         for name, module in list(sys.modules.items()):
             if name in self.left_alone or not isinstance(module, types.ModuleType):
                 continue
-            if _WITHOUT_TORCH.get(name) == _fingerprint(module):
+            if _without_torch.get(name) == _fingerprint(module):
                 self._passed_over.append(vars(module))
                 self.without_torch.add(_package(name))
             else:
-                _WITHOUT_TORCH.pop(name, None)
+                _without_torch.pop(name, None)
                 self.others.append(name)
         self._globals = sum(map(len, self._passed_over))
 
@@ -133,7 +133,7 @@ def bindings_and_users(
     packages = {_package(module.__name__) for module in users}
     if not packages.isdisjoint(known.without_torch):
         # A package uses torch from now on, and its modules of before may do so, too.
-        _WITHOUT_TORCH.clear()
+        _without_torch.clear()
         _imported_last.clear()
         names = list(sys.modules)
         found, users = _look_through(known, replacements, names)
@@ -142,8 +142,8 @@ def bindings_and_users(
         for name, module in _modules(known.left_alone, names)
         if _package(name) not in packages and _is_installed(name, module)
     }
-    if any(_WITHOUT_TORCH.get(name) != seen for name, seen in without.items()):
-        _WITHOUT_TORCH.update(without)
+    if any(_without_torch.get(name) != seen for name, seen in without.items()):
+        _without_torch.update(without)
         _imported_last.clear()
     return found, users
 
@@ -214,7 +214,7 @@ class _Globals:
 
 
 #: Of the script of this process, which holds the dict.
-_BEHIND: list[Any] = []
+_behind: list[Any] = []
 
 
 def _globals_behind(module: types.ModuleType) -> list[Any]:
@@ -222,13 +222,13 @@ def _globals_behind(module: types.ModuleType) -> list[Any]:
 
     multiprocessing runs the script anew there, and gives the module a copy of what it has left.
     """
-    if not _BEHIND:
+    if not _behind:
         for function in _functions_of(module):
             own = function.__globals__
             if own is not vars(module) and own.get("__name__") == _SPAWNED:
-                _BEHIND.append(_Globals(own))
+                _behind.append(_Globals(own))
                 break
-    return _BEHIND
+    return _behind
 
 
 def _functions_of(module: types.ModuleType) -> Iterator[types.FunctionType]:
