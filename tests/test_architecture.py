@@ -256,7 +256,7 @@ def changing_variables(tree: ast.Module) -> list[str]:
 def _is_looked_up(value: ast.expr | None) -> bool:
     """Tell a name for what is there: ``reading.only``, ``getattr(torch._C, "_name", None)``."""
     if isinstance(value, ast.Call):
-        return ast.unparse(value.func) == "getattr"
+        return ast.unparse(value.func) in ("getattr", "functools.cache", "logging.getLogger")
     return isinstance(value, ast.Attribute | ast.IfExp)
 
 
