@@ -62,9 +62,15 @@ MAX_BODY_LINES = 40
 #: Functions of torch that make a tensor in the default dtype, unless they are told another.
 OF_A_DTYPE = ("empty", "eye", "full", "linspace", "ones", "rand", "randn", "tensor", "zeros")
 MAY_IMPORT_CUPY = ("kernels/cuda_compiler.py", "kernels/cuda_module.py")
-# cupy is optional; importing dynamo replaces torch.manual_seed, so importing amp_patch must not;
+# cupy is optional; importing dynamo replaces torch.manual_seed, so importing amp_patch must not,
+# nor what imports dynamo;
 # the command line needs the levels, and torch with them, only where one is named
-LATE_IMPORTS = ("cupy.", "torch._dynamo.", "amp_patch.levels.")
+LATE_IMPORTS = (
+    "cupy.",
+    "torch._dynamo.",
+    "torch.nn.attention.flex_attention.",
+    "amp_patch.levels.",
+)
 
 # What any module may set on an object that is not its own: a tensor's data and gradient, the flag
 # that tells schedulers of a step, the two that torch's fused optimizers skip by, and the metadata

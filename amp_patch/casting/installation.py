@@ -24,6 +24,7 @@ from amp_patch.patching import (
 
 from . import Function, targets
 from .kept_wrappers import KeptWrappers
+from .rules import IN_OTHER_MODULES
 
 # Takes a function, its rule, and whether no other rule acts inside of it.
 Wrap = Callable[[Function, str, bool], Function]
@@ -64,7 +65,8 @@ def install(
     # First the user's: of a function found in several places (`torch.conv2d` and
     # `torch.nn.functional.conv2d`) a global that is bound to it follows the user's rule.
     ruled: dict[int, str] = {}
-    for path, rule in {**rules, **targets.rule_targets(), **rules}.items():
+    torchs_rules = {**targets.rule_targets(), **IN_OTHER_MODULES}
+    for path, rule in {**rules, **torchs_rules, **rules}.items():
         found = resolve(path)
         asked = registered_rules.get(id(found[2]))
         if path in rules:

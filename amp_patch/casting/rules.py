@@ -133,6 +133,10 @@ PROMOTE = (
 
 BANNED = ("binary_cross_entropy",)
 
+# Functions of modules that torch imports with none of its own, by dotted paths. Autocast casts what
+# flex_attention hands on, by no list.
+IN_OTHER_MODULES = {"torch.nn.attention.flex_attention.flex_attention": "half"}
+
 # Operators that run listed ones inside C++, where no patch of the inner name reaches them, other
 # names of listed operators, products of matrices that torch's lists do not have yet, and what takes
 # one dtype.

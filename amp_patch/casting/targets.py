@@ -244,6 +244,7 @@ def _bare_name_paths(name: str) -> list[str]:
         for path, owner, _ in _surfaces()
         if _is_function(getattr(owner, name, None))
     ]
+    named += [path for path in rules.IN_OTHER_MODULES if path.endswith(f".{name}")]
     return list(dict.fromkeys(named + _paths(name)))
 
 

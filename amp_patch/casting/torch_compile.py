@@ -52,6 +52,7 @@ def make_tables() -> None:
 def install(patches: Patches) -> None:
     """Replace them, before any function of torch is patched and after `make_tables`."""
     import torch._dynamo.output_graph
+    import torch.nn.attention.flex_attention  # it has a rule, and imports the compiler
 
     _replace(patches, _REPLACEMENTS)
     handlers = torch._dynamo.variables.builtin.BuiltinVariable

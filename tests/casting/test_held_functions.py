@@ -679,6 +679,34 @@ def test_compiled_code_casts_as_eager_does(amp, opt_level, place) -> None:
     assert torch.equal(compiled(X), model(X))
 
 
+@pytest.mark.parametrize("opt_level", LEVELS)
+@pytest.mark.parametrize("name", ["linear", "softmax"])  # in C, and in Python
+@pytest.mark.parametrize("is_called", [False, True])
+def test_a_function_that_was_compiled_before_casts(amp, opt_level, name, is_called) -> None:
+    function = torch.compile(getattr(F, name), backend="eager")
+    args = (X, torch.ones(4, 4)) if name == "linear" else (X.half(), -1)
+    before = function(*args) if is_called else getattr(F, name)(*args)
+    model = Holder({"act": function})
+    amp.initialize(model, opt_level=opt_level, verbosity=0)
+    expected = getattr(F, name)(*args)
+    assert function(*args).dtype is expected.dtype is not before.dtype
+    around = torch.compile(lambda: function(*args), backend="eager", fullgraph=True)
+    assert around().dtype is expected.dtype
+    amp.deactivate()
+    assert function(*args).dtype is around().dtype is before.dtype
+    torch._dynamo.reset()
+
+
+def test_a_compiled_function_among_globals_casts(amp, monkeypatch) -> None:
+    """As ``flex_attention = torch.compile(flex_attention)`` at the head of a script."""
+    linear = torch.compile(F.linear, backend="eager")
+    monkeypatch.setattr(sys.modules[__name__], "compiled_linear", linear, raising=False)
+    amp.initialize(nn.Linear(1, 1), opt_level="O4", verbosity=0)
+    assert linear(X, X).dtype is torch.bfloat16
+    amp.deactivate()
+    assert linear(X, X).dtype is torch.float32
+
+
 FORWARDS: dict[str, Callable[..., Any]] = {
     "attribute": lambda self, x: self.held(self.layer(x)),
     "list": lambda self, x: self.held[0](self.layer(x)),

@@ -366,6 +366,9 @@ RULES = {
     "torch.distributions": {
         "*.__init__": ("widened", "always", "drawn"),
     },
+    "torch.nn.attention.flex_attention": {
+        "flex_attention": ("attention", "never", "one dtype"),
+    },
     "torch.nn.utils.parametrizations": {
         "_SpectralNorm.forward": ("uncast", "never", "power"),
     },
