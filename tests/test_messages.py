@@ -78,6 +78,11 @@ PAGES = {
     "tools/tune/": "tune.md",
     "user_functions.py": "rules.md#give-a-function-a-rule",
     "weights/": "limits.md#at-o2-o3-and-o5",
+    "weights/kept_inputs.py": "rules.md#leave-an-argument-of-the-model-alone",
+    "weights/lost_writes.py": "limits.md#write-to-weights",
+    "weights/module_rules.py": "tune.md#the-rules-file",
+    "weights/out_of_range.py": "limits.md#keep-buffers",
+    "weights/state_dicts.py": "limits.md#save-pickle-or-copy",
 }
 INTRODUCTION = """\
 # Messages
