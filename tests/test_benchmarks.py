@@ -62,7 +62,7 @@ def test_a_quick_run_prints_a_line_for_each_thing_measured(
         assert line in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="the other benchmarks")
 def test_host_rows_compare_each_level_with_what_it_must_beat(tmp_path: Path) -> None:
     out = tmp_path / "host.json"
     few = ("--rounds", "1", "--steps", "2", "--only", "penalty", "--cpu-time", "--quiet")
@@ -100,7 +100,7 @@ def assert_by_hand_as_in_float32(made: HostModel) -> None:
     assert [param.requires_grad for param in model.parameters()] == trained
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="the other benchmarks")
 @pytest.mark.parametrize("name", architectures.MODELS)
 def test_an_architecture_by_hand_has_the_loss_and_the_gradients_of_float32(
     name: str, monkeypatch: pytest.MonkeyPatch

@@ -34,7 +34,7 @@ def test_models_have_their_sizes(model: str, tensors: int, parameters: int) -> N
     assert (len(shapes), sum(map(math.prod, shapes))) == (tensors, parameters)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="its parts, with times that are made up")
 def test_a_quick_run_prints_every_operation_on_every_model() -> None:
     # torch 2.6 leaves a temporary folder to its finalizer
     warnings = ("-W", "error", "-W", "ignore:Implicitly cleaning up:ResourceWarning")

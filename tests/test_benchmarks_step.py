@@ -124,7 +124,7 @@ def test_each_candidate_in_each_mode_gets_a_row_with_ratios_to_the_baseline(
     assert "not measured" in printed
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="the same in this process; such a process that answers, dies or hangs")
 def test_candidates_and_the_baseline_are_measured_in_processes_of_their_own(tmp_path: Path) -> None:
     few = ("--device", "cpu", "--tiny", "--only", "mlp", "--modes", "eager", "--rounds", "1")
     assert step.main([*few, "--candidates", BASELINE, "O2", "--out", str(tmp_path)]) == 0

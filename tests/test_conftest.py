@@ -1,5 +1,6 @@
 """The fixtures of conftest.py do fail what they are there to fail."""
 
+import ast
 import os
 import re
 import subprocess
@@ -169,6 +170,18 @@ def test_levels_that_do_what_others_do_are_left_to_the_nightly_run(run_tests) ->
     }  # fmt: skip
 
 
+def test_a_test_that_only_the_nightly_run_makes_says_what_the_ordinary_run_has_instead() -> None:
+    """Not one of several cases, which stands beside the others."""
+    bare = [
+        f"{file.name}: {node.name}"
+        for file in Path(__file__).parent.rglob("test_*.py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+        and "pytest.mark.slow" in map(ast.unparse, node.decorator_list)
+    ]
+    assert bare == []
+
+
 def test_the_costly_tests_are_there() -> None:
     for name in (TESTS / "costly.txt").read_text().split():
         path, _, test = name.partition("::")
@@ -283,7 +296,7 @@ def test_who_asks_for_no_gpu_sees_none(
     assert pytester.path.joinpath("seen").read_text() == devices
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="such a package missing for a file of pytester's")
 def test_gpu_tests_are_collected_where_other_tests_lack_their_packages(tmp_path: Path) -> None:
     """What is imported here is all that a machine with a GPU is asked to have."""
     missing = ("click", "expecttest", "mypy", "rich", "sklearn")

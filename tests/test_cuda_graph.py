@@ -680,7 +680,7 @@ def test_a_graph_that_others_hold_is_theirs_in_distributed_training(
     assert loss.grad_fn is not None
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="its calls beside a GPU that is made up")
 def test_the_example_runs_as_it_stands_without_a_gpu() -> None:
     script = Path(__file__).parents[1] / "examples" / "cuda_graph.py"
     # torch 2.6 leaves a temporary folder to its finalizer

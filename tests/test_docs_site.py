@@ -86,7 +86,7 @@ def no_number(amp: Any) -> None:
     amp.clip_grad_norm_(torch.optim.SGD(nn.Linear(4, 2).parameters(), lr=0.1), "1.0")
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="every page of the site")
 @pytest.mark.parametrize("mistake", [half_model, unknown_level, strange_optimizer, no_number])
 def test_the_search_finds_a_message_as_it_was_raised(
     site: Path, page: Any, amp: Any, mistake: Callable[[Any], None]
@@ -120,7 +120,7 @@ def test_the_page_of_all_messages_is_not_the_first_that_a_search_finds(
     assert "Overflow" in page.locator("#search-results .search a").first.inner_text()
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="every page of the site")
 @pytest.mark.parametrize(
     ("words", "title"),
     [

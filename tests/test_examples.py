@@ -174,7 +174,7 @@ def test_each_script_runs_as_it_stands(command: str) -> None:
     assert re.fullmatch(PRINTED[name].replace("LEVEL", level), printed)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="a quarter to two fifths of its steps, at O0 and O1")
 @pytest.mark.parametrize("level", HALF_LEVELS)
 def test_the_language_model_in_full_reaches_its_float32_loss(level: str) -> None:
     result, reference = trained("language_model", level), trained("language_model", "O0")
@@ -182,7 +182,7 @@ def test_the_language_model_in_full_reaches_its_float32_loss(level: str) -> None
     assert result.final_loss == pytest.approx(reference.final_loss, rel=0.05)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="each example's script; the dtypes at every level")
 @pytest.mark.parametrize("pair", nightly_but(ORDINARY, TRAINABLE), ids="-".join)
 def test_a_level_learns_as_float32_does_in_the_dtypes_that_it_says(pair: tuple[str, str]) -> None:
     """In one test, for each process that looks at a pair has to train it."""

@@ -123,7 +123,7 @@ def test_the_whole_step_compiles_once(amp: ModuleType, level: str) -> None:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.slow
+@pytest.mark.slow(instead="model and loss at O1 and O2; the whole step at O1, O2 and O5")
 @pytest.mark.filterwarnings("ignore")
 def test_a_tuned_backend_compiles_no_more_often(amp: ModuleType, level: str) -> None:
     """mode="max-autotune-no-cudagraphs" compiles what is traced with other kernels."""

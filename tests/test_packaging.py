@@ -90,7 +90,7 @@ def test_sources_are_found_from_a_wheel(wheel: Path, tmp_path: Path) -> None:
     assert seen == lengths()
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="sources of a wheel")
 def test_sources_are_found_from_an_editable_install(checkout: Path, tmp_path: Path) -> None:
     installed = tmp_path / "site"
     pip("install", "--no-deps", "--no-build-isolation", "--target", installed, "-e", checkout)
@@ -174,7 +174,7 @@ def test_each_cuda_extra_brings_cupy_its_compiler_and_the_headers(wheel: Path, m
     }
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="sources of a wheel, compiled for sm_75 by NVRTC")
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on the PATH")
 @pytest.mark.parametrize("source", [name for name in SOURCES if name.endswith(".cu")])
 def test_each_source_compiles_alone(source: str, tmp_path: Path) -> None:

@@ -714,7 +714,7 @@ def test_dynamic_shapes_do_not_compile_for_each_batch(amp):
     assert graphs() == 1
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="the other backends")
 # torch 2.6's own
 @pytest.mark.filterwarnings("ignore:Skipping serialization of skipfiles_inline:UserWarning")
 @pytest.mark.parametrize("opt_level", nightly_but(("O1",), ("O1", "O2")))
@@ -931,7 +931,7 @@ for _ in range(2):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="Dynamo imported before")
 @pytest.mark.parametrize("opt_level", ["O1", "O2"])
 def test_attention_compiles_where_initialize_was_the_first_to_import_dynamo(opt_level):
     # Here the tests, or the making of an optimizer, have imported it.

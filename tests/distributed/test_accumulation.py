@@ -62,7 +62,7 @@ def test_a_rank_that_steps_no_parameter_keeps_its_part_of_the_gradients(
         torch.testing.assert_close(trained, plain, rtol=0.0, atol=0.01)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="blocks of which ranks share the last alone")
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
 def test_blocks_that_all_share_are_added_unscaled(engine: str) -> None:
     found = ranks.run(accumulating.train_all, engine, LEVELS, delayed=False, synced=True)

@@ -172,7 +172,7 @@ def test_a_scale_that_a_device_moves_is_that_of_all_ranks(engine: str, level: st
         assert all(map(torch.equal, ahead.computed, waiting.computed))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="8 steps, clipped, each engine on 2 ranks")
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2", "fsdp1", "zero"])
 def test_random_infs_leave_ranks_equal(engine: str, level: str) -> None:

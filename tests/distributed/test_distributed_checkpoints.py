@@ -26,7 +26,7 @@ def test_a_resumed_training_is_to_the_bit_the_one_that_went_on(
         assert found == dict.fromkeys(levels, True)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="the same number of ranks")
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_another_number_of_ranks_goes_on(level: str, tmp_path: Path) -> None:
     (params, full), (_, rest) = ranks.run(resuming.save, "fsdp2", level, str(tmp_path), size=2)

@@ -123,7 +123,7 @@ def test_ranks_run_a_program_as_one_process_does(started: Started, program: Prog
     assert_ran(started.run(2, program), program)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="drawn programs on two ranks, which save and load")
 @trains()
 @given(st.data(), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]))
 def test_another_number_of_ranks_goes_on_with_a_program(

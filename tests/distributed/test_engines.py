@@ -100,13 +100,13 @@ def assert_trains_as_one_process(
         assert_trained_alike(*found[0][level], engine, level)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="each engine on 2 ranks at the other levels")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_levels_without_masters(engine: str) -> None:
     assert_trains_as_one_process(engine, 2, True, ("O0", "O3"))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="sequence parallel on two ranks, which has the same layers")
 @pytest.mark.parametrize("clipped", [True, False])
 @pytest.mark.parametrize("engine", ["tensor-fsdp2", "fsdp2-replicas"])
 def test_engines_on_two_dimensions(engine: str, clipped: bool) -> None:

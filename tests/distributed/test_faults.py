@@ -59,7 +59,7 @@ def test_a_rank_that_raises_is_an_error_on_the_others(run: tuple[str, str, str])
     assert_survived(caught.value.results[0], run)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="a rank that dies under FSDP2, and one that raises under DDP")
 @pytest.mark.parametrize("run", RUNS[::7], ids="-".join)
 def test_a_rank_that_stalls_is_an_error_on_the_others_after_the_timeout(
     run: tuple[str, str, str],
@@ -91,7 +91,7 @@ def test_a_training_goes_on_from_its_last_checkpoint(
     assert_went_on(ranks.run(failing.go_on, engine, level, folder, False), whole)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="a restart in forks")
 @pytest.mark.parametrize(("engine", "level"), [("ddp", "O1"), ("fsdp2", "O2"), ("fsdp2", "O5")])
 def test_torchrun_restarts_a_training_from_its_last_checkpoint(
     engine: str, level: str, tmp_path: Path

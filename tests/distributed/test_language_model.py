@@ -37,7 +37,7 @@ def test_two_ranks_train_what_one_process_trains(
     assert first == pytest.approx(alone, rel=TOLERANCE[level])
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="ranks that are forks, by DDP at O2")
 @pytest.mark.parametrize(
     ("engine", "size"), [("ddp", 2), ("fsdp2", 2), ("tensor", 4), ("pipeline", 2)]
 )

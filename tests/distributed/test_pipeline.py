@@ -27,13 +27,13 @@ def assert_trains_as_one_process(schedule: str, clipped: bool, levels: tuple[str
         assert_alike([one[level][0] for one in in_order], found[0][level][1], level)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="1F1B at the other levels")
 @pytest.mark.parametrize("schedule", ["1F1B", "zero-bubble", "zero-bubble-v"])
 def test_levels_without_masters(schedule: str) -> None:
     assert_trains_as_one_process(schedule, True, ("O0", "O3"))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="stages that replicas have whole")
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "interleaved"])
 def test_stages_that_fsdp2_shards(schedule: str) -> None:
     assert_replicas_train_as_one_process(schedule, shards=True)

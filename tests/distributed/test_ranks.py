@@ -54,7 +54,7 @@ def test_a_rank_that_dies_or_hangs_is_told_of_within_the_time() -> None:
     assert multiprocessing.active_children() == []
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="ranks that take too long")
 def test_torchrun_that_takes_too_long_leaves_no_worker(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

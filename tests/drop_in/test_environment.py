@@ -196,7 +196,7 @@ class Environment:
         return done.stdout.splitlines() or done.stderr.splitlines()[-1:]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="the files that are written, what pip makes of them, what is refused")
 @pytest.mark.skipif(sys.platform == "win32", reason="the folders have other names")
 def test_every_process_of_one_environment_imports_apex_until_it_is_disabled(tmp_path: Path) -> None:
     one, other = Environment(tmp_path / "one"), Environment(tmp_path / "other")

@@ -664,7 +664,7 @@ def test_multiproc_starts_a_script_once_per_rank(
     assert (tmp_path / "GPU_1.log").read_text() == "rank 1 of 2\n"
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="torchrun with a smaller script")
 def test_multiproc_runs_as_a_module_of_the_drop_in(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("import sys, apex.parallel\nprint(sys.argv[1:])\n")
     command = [sys.executable, "-m", "amp_patch", "run", "-m", "apex.parallel.multiproc"]

@@ -184,7 +184,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="a Python that the environment reaches")
 def test_processes_that_the_script_starts_find_apex(tmp_path: Path) -> None:
     path = tmp_path / "children.py"
     path.write_text(CHILDREN)

@@ -134,7 +134,7 @@ def test_amp_patch_run_prints_what_a_fork_prints(program: str, level: str) -> No
     assert asked_for(program, level, outcome_of_amp_patch_run) == asked_for(program, level)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="torchrun with a smaller script")
 def test_a_program_runs_under_torchrun() -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     script = ["-m", "amp_patch", "run", PROGRAMS / "image_classification.py"]

@@ -20,7 +20,7 @@ print(f"{amp.__name__} on {parser.parse_args().local_rank}\\n", end="")
 """
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="torchrun without `amp-patch run`")
 def test_torchs_launcher_runs_under_amp_patch(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(RANKS)
@@ -30,7 +30,7 @@ def test_torchs_launcher_runs_under_amp_patch(tmp_path: Path) -> None:
     assert sorted(done.stdout.splitlines()) == ["apex.amp on 0", "apex.amp on 1"]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="torch's own launcher, `--local-rank`")
 def test_an_argument_of_earlier_launchers_comes_from_the_environment(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(RANKS.replace("local-rank", "local_rank"))

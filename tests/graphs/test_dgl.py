@@ -527,7 +527,7 @@ def test_a_library_is_left_as_it_was(amp: ModuleType, library: str) -> None:
     assert not patched_places(library)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="the library imported before; one written for the test, in each order")
 def test_import_after_initialize_and_nothing_left() -> None:
     """In a process of its own, for DGL is imported here."""
     code = """

@@ -428,7 +428,7 @@ def test_a_batch_of_graphs_trains(amp: ModuleType, level: str) -> None:
     assert batch.x.dtype is batch.edge_weight.dtype is F32
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="the library imported before; one written for the test, in each order")
 def test_import_after_initialize_and_nothing_left() -> None:
     """In a process of its own, for PyTorch Geometric is imported here."""
     code = """

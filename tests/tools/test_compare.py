@@ -324,7 +324,7 @@ BACKWARD = """
 """
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="operators whose forward overflows")
 def test_the_operator_is_named_whose_backward_overflows(script, tmp_path: Path) -> None:
     path = tmp_path / "backward.py"
     path.write_text(textwrap.dedent(BACKWARD))

@@ -56,7 +56,7 @@ def test_no_other_module_imports_rich() -> None:
     assert found == ["rich_parts.py"]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="before and after rich, which draws one")
 def test_no_import_of_the_package_moves_random_numbers() -> None:
     done = processes.run([sys.executable, "-c", IMPORTS], fork=False)
     assert (done.stdout, done.stderr) == ("True\n", "")

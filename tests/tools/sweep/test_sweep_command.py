@@ -113,7 +113,7 @@ def test_a_script_for_apex_is_swept_from_end_to_end(folder: Path, monkeypatch) -
     assert "diverged at step 6" in output
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="the same script in forks")
 def test_a_script_is_swept_in_processes_of_its_own(folder: Path) -> None:
     words = ["--out", "out", "--levels", "O0,O1,O2", "--", "train.py", *TROUBLED_ARGUMENTS]
     done = subprocess.run([*COMMAND, *words], capture_output=True, text=True, check=False)
@@ -464,7 +464,7 @@ FUNCTION = """
 """
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="what is made of the function")
 def test_a_function_of_the_main_module_is_swept(tmp_path: Path) -> None:
     (tmp_path / "main.py").write_text(textwrap.dedent(FUNCTION))
     done = subprocess.run(
@@ -493,7 +493,7 @@ RANKS = """
 """
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="what is made of the ranks' files")
 def test_ranks_of_torchrun_are_recorded_each(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(RANKS))

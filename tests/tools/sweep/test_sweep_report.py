@@ -37,7 +37,7 @@ def test_the_pictures_are_written(tmp_path: Path) -> None:
         assert int.from_bytes(content[16:20], "big") >= 1200  # pixels wide
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="reports of runs with steps")
 def test_a_report_of_runs_without_steps_is_written(tmp_path: Path) -> None:
     runs = [made_run(level, [], outcome="crashed", reason="no") for level in ("O0", "O1")]
     comparison = compared(runs, 0.05)
@@ -46,7 +46,7 @@ def test_a_report_of_runs_without_steps_is_written(tmp_path: Path) -> None:
     assert "nothing to recommend" in (tmp_path / "report.html").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.slow(instead="each such loss with one tolerance")
 @pytest.mark.parametrize(
     "case",
     nightly_but(
