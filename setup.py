@@ -56,6 +56,17 @@ def version() -> str:
     return match.group(1)
 
 
+def long_description() -> str:
+    """Return README.md with the names of the files in the place of links to them.
+
+    An index of packages shows it beside no other file of the repository: a relative link would lead
+    nowhere there. A picture is left out but for what it shows, in words.
+    """
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = re.sub(r"!\[([^]]*)\]\((?!https?:)[^)]*\)", r"*\1*", text)
+    return re.sub(r"\[([^]]*)\]\((?!https?:|#)([^)#]*)(#[^)]*)?\)", r"\1 (`\2`)", text)
+
+
 class BuildAnew(build_py):
     """Builds into an empty folder: what a build of before had, and is deleted since, stays out."""
 
@@ -70,7 +81,7 @@ setup(
     name="amp_patch",
     version=version(),
     description="Mixed precision training for PyTorch by one line of code, levels O0 to O5",
-    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description=long_description(),
     long_description_content_type="text/markdown",
     license="MIT",
     python_requires=">=3.10",

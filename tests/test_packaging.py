@@ -159,6 +159,14 @@ def test_the_metadata_states_version_requirements_and_extras(wheel: Path) -> Non
     assert extras == {"cuda12", "cuda13", "docs", "examples", "graphs", "sweep", "test"}
 
 
+def test_the_description_links_to_no_file_that_an_index_of_packages_lacks(wheel: Path) -> None:
+    description = metadata(wheel)
+    links = re.findall(r"\]\(([^)]*)\)", description)
+    assert [link for link in links if not link.startswith(("https:", "#"))] == []
+    assert "https://github.com/NVIDIA/apex" in links
+    assert "Pick a level (`docs/pick-a-level.md`) says" in description
+
+
 @pytest.mark.parametrize("major", [12, 13])
 def test_each_cuda_extra_brings_cupy_its_compiler_and_the_headers(wheel: Path, major: int) -> None:
     brought = re.findall(
