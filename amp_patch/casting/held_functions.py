@@ -39,10 +39,10 @@ _CONTAINERS = (dict, list, functools.partial)
 _HOLDERS = (
     *_CONTAINERS, types.FunctionType, types.MethodType, types.SimpleNamespace, nn.Module,
 )  # fmt: skip
-#: Has the code of what torch.compile returns for a function; this variable and these attributes of
-#: it have the function, or what stands for it in what is traced.
-_COMPILER = "torch._dynamo.eval_frame"
-_FUNCTION, _COMPILED = "fn", ("_torchdynamo_orig_callable", "_torchdynamo_inline")
+#: Where functions that torch makes of others (`torch.compile`, ``vmap``, ``no_grad()``) hold them:
+#: variables of their closures; and attributes, which torch.compile reads in what it traces.
+_CLOSED_OVER = ("fn", "func")
+_TRACED = ("_torchdynamo_orig_callable", "_torchdynamo_inline")
 # What every module has; submodules are looked through by themselves.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _PLAIN = (
@@ -172,16 +172,11 @@ class _Walk:
         self._waiting: list[Any] = []
 
     def through_globals(self, module: types.ModuleType) -> None:
-        """Look through a module's globals, but the functions and classes that it imported.
-
-        What `torch.compile` has made of a function is not imported, though torch has its code.
-        """
+        """Look through a module's globals, but the functions and classes that it imported."""
         own = vars(module)
-        compiled = vars(sys.modules.get(_COMPILER, module))
         for name, value in list(own.items()):
             kind = type(value)
-            is_plain = kind is types.FunctionType and value.__globals__ is not compiled
-            if is_plain and (value.__globals__ is not own or _is_bare(value)):
+            if kind is types.FunctionType and _is_passed_over(value, own):
                 continue
             # Most globals: asked first, for a process may have a hundred thousand.
             if kind in _HOLDS_NOTHING and id(value) not in self._replacements:
@@ -291,8 +286,7 @@ class _Walk:
             inner = vars(function).get("__wrapped__")
             if isinstance(inner, types.FunctionType):
                 self._waiting.append(inner)
-            if function.__globals__["__name__"].startswith("torch._dynamo."):
-                yield from _places_of_compiled(function)
+            yield from _places_in_torchs(function)
             return
         if function.__defaults__:
             yield function, "__defaults__", function.__defaults__
@@ -329,20 +323,24 @@ def _is_bare(function: types.FunctionType) -> bool:
     return not (function.__closure__ or function.__defaults__ or function.__kwdefaults__)
 
 
-def _places_of_compiled(function: types.FunctionType) -> Iterator[Place]:
-    """Yield where what `torch.compile` has returned holds the function that it was called with.
+def _is_passed_over(function: types.FunctionType, own: dict[str, Any]) -> bool:
+    """Tell whether a function among these globals holds nothing, or is one that was imported.
 
-    Calls go through a variable of its closure, which may have another such function; where a
-    compiled caller calls it, by an attribute.
+    What torch has made of another function is not imported, though the code of it is torch's.
     """
-    cells = function.__closure__ or ()
-    yield from (
-        (cell, "cell_contents", cell.cell_contents)
-        for name, cell in zip(function.__code__.co_freevars, cells, strict=True)
-        if name == _FUNCTION
-    )
+    if function.__globals__ is own:
+        return _is_bare(function)
+    return not (function.__closure__ and is_left_alone(function.__globals__.get("__name__", "")))
+
+
+def _places_in_torchs(function: types.FunctionType) -> Iterator[Place]:
+    """Yield where a function that torch has made of another one holds it."""
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    for name, cell in cells:
+        if name in _CLOSED_OVER:
+            yield cell, "cell_contents", cell.cell_contents
     own = vars(function)
-    yield from ((own, name, own[name]) for name in _COMPILED if name in own)
+    yield from ((own, name, own[name]) for name in _TRACED if name in own)
 
 
 def _places_in(holder: Any) -> Iterable[Place]:

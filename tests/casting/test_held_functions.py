@@ -697,14 +697,26 @@ def test_a_function_that_was_compiled_before_casts(amp, opt_level, name, is_call
     torch._dynamo.reset()
 
 
-def test_a_compiled_function_among_globals_casts(amp, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.compile(F.linear, backend="eager"),
+        lambda: torch.compiler.disable(F.linear),
+        lambda: torch.vmap(torch.mv, in_dims=(None, 0)),
+        lambda: torch.func.vmap(torch.no_grad()(torch.mv), in_dims=(None, 0)),
+    ],
+    ids=["compile", "disable", "vmap", "vmap of no_grad"],
+)
+def test_what_torch_has_made_of_a_function_casts_among_globals(amp, monkeypatch, make) -> None:
     """As ``flex_attention = torch.compile(flex_attention)`` at the head of a script."""
-    linear = torch.compile(F.linear, backend="eager")
-    monkeypatch.setattr(sys.modules[__name__], "compiled_linear", linear, raising=False)
+    function = make()
+    monkeypatch.setattr(sys.modules[__name__], "made_by_torch", function, raising=False)
+    before = [(cell, cell.cell_contents) for cell in function.__closure__]
     amp.initialize(nn.Linear(1, 1), opt_level="O4", verbosity=0)
-    assert linear(X, X).dtype is torch.bfloat16
+    assert function(X, X).dtype is torch.bfloat16
     amp.deactivate()
-    assert linear(X, X).dtype is torch.float32
+    assert function(X, X).dtype is torch.float32
+    assert all(cell.cell_contents is one for cell, one in before)
 
 
 FORWARDS: dict[str, Callable[..., Any]] = {
