@@ -31,6 +31,8 @@ stands for that method of every class that the module, or one inside of it, defi
 - "rounded": as "wide", and the results are cast to the model's dtype. For what calls no layer: it
   needs no region, in which each call of torch goes through Python.
 - "lengths": as "rounded", where the first argument is half and no dtype is told.
+- "steep": as "lengths", in a model that is stored in float16; bfloat16 has the range of float32.
+- "powers": as "steep", where the exponent is a number below 0.
 - "no_half": as `rules.NO_HALF` where a model is stored in half; O1 has another rule for it.
 - "uncast": not at all, nor is what it calls, as if no level cast; left alone in such a model.
 - "lookup": as it is, but the gradient of a half table is added up in float32 on a CPU.
@@ -93,6 +95,7 @@ REASONS = {
     "spectra": "torch has no half kernel for it, but on a GPU for sizes that are powers of two",
     "squares": "its gradient squares both: below 2e-4 they are 0 in float16, above 256 infinite",
     "sparse": "it refuses two dtypes, and half matrices in rows on the CPU",
+    "steep": "its gradient takes the square or the cube of its result, which float16 may not hold",
     "tiny": "a constant that keeps it from dividing by zero, 1e-30 or 1e-12, is zero in float16",
     "uses": "autograd adds up in half what comes back from hundreds of uses",
     "weights": "float32 weights of edges would make float32 messages",
@@ -253,6 +256,14 @@ RULES = {
         "Tensor.atan2": ("lengths", "always", "squares"),
         "Tensor.logcumsumexp": ("lengths", "always", "cancels"),
         "Tensor.sinc": ("lengths", "always", "cancels"),
+        "pow": ("powers", "always", "steep"),
+        "reciprocal": ("steep", "always", "steep"),
+        "rsqrt": ("steep", "always", "steep"),
+        "Tensor.pow": ("powers", "always", "steep"),
+        "Tensor.__pow__": ("powers", "always", "steep"),
+        "Tensor.reciprocal": ("steep", "always", "steep"),
+        "Tensor.__rtruediv__": ("steep", "always", "steep"),
+        "Tensor.rsqrt": ("steep", "always", "steep"),
         "cosine_similarity": ("rounded", "always", "tiny"),
         "matrix_exp": ("promote", "always", "not finite"),
         "Tensor.matrix_exp": ("promote", "always", "not finite"),

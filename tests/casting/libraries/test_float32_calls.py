@@ -141,6 +141,12 @@ LOSING: dict[str, tuple[float, Callable[[Tensor, Tensor], Tensor]]] = {
     "sinc": (0.02, lambda x, y: torch.sinc(x) + torch.special.sinc(y)),
     "sinc, method": (0.02, lambda x, y: x.sinc() + y.sinc()),
     "tanhshrink": (0.02, lambda x, y: torch.nn.functional.tanhshrink(x) + y),
+    # squares and cubes of their results, of which a small gradient is a part
+    "rsqrt": (2e-4, lambda x, y: (torch.rsqrt(x.abs()) + y.abs().rsqrt()) * 1e-3),
+    "reciprocal": (1e-3, lambda x, y: (torch.reciprocal(x) + y.reciprocal()) * 1e-3),
+    "one over it": (1e-3, lambda x, y: (1 / x) * 1e-3 + 1e-3 / y),
+    "power": (2e-4, lambda x, y: (torch.pow(x.abs(), -0.5) + y.abs() ** -0.5) * 1e-3),
+    "power, method": (0.02, lambda x, y: (x.pow(-2) + y.abs().pow(exponent=-1.5)) * 1e-3),
 }
 
 
