@@ -198,6 +198,25 @@ def test_gradients_that_half_would_lose_are_float64_s(amp: ModuleType, level: st
             assert near.float().mean() > 0.98, name
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's
+def test_steep_functions_of_half_are_no_steeper_where_they_are_compiled(amp: ModuleType) -> None:
+    model = amp.initialize(Losing(1, 1), opt_level="O2", verbosity=0)
+    x, y = (torch.linspace(0.25, 4.0, 8).half() * size for size in (1e-3, 2e-4))
+
+    def both(x: Tensor, y: Tensor) -> Tensor:
+        return (1 / x + y**-0.5) * 1e-3
+
+    vars(model)["call"] = both
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for call in (model, compiled):
+        inputs = [one.float().requires_grad_() for one in (x, y)]
+        exact = [one.double().requires_grad_() for one in (x, y)]
+        wanted = torch.autograd.grad(both(*exact).sum(), exact)
+        for one, other in zip(torch.autograd.grad(call(*inputs), inputs), wanted, strict=True):
+            torch.testing.assert_close(one.double(), other, rtol=4e-3, atol=0.0)
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_float32_tensors_that_forward_makes_stay_so_there(amp: ModuleType, level: str) -> None:
     model = amp.initialize(Losing(1, 1), opt_level=level, verbosity=0)
