@@ -262,7 +262,6 @@ RULES = {
         "Tensor.pow": ("powers", "always", "steep"),
         "Tensor.__pow__": ("powers", "always", "steep"),
         "Tensor.reciprocal": ("steep", "always", "steep"),
-        "Tensor.__rtruediv__": ("steep", "always", "steep"),
         "Tensor.rsqrt": ("steep", "always", "steep"),
         "cosine_similarity": ("rounded", "always", "tiny"),
         "matrix_exp": ("promote", "always", "not finite"),

@@ -680,7 +680,7 @@ def beneath_casts(path: str) -> Any:
 
 
 def _is_wrapper(function: Any) -> bool:
-    """Tell amp_patch's from torch's own, around which torch has put one (`__rtruediv__`)."""
+    """Tell amp_patch's from torch's own, around which torch has put one (`__pow__`)."""
     around = getattr(function, "__globals__", {}).get("__name__", "")
     return hasattr(function, "__wrapped__") and around.startswith("amp_patch.")
 
