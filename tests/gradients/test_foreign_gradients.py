@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from amp_patch.gradients.foreign_gradients import ForeignGradients
+
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 X = torch.linspace(-1, 1, 12).reshape(4, 3)
 
@@ -385,3 +387,18 @@ def test_those_that_its_own_block_took_over_may_be_dropped_by_hand(
         scaled_loss.backward()
     second.step()
     assert not any(map(torch.equal, before, values(second)))
+
+
+def test_parameters_that_leave_take_theirs_along() -> None:
+    """But not one to which an own pass has added, nor another's."""
+    leaving, mixed, staying = params = [nn.Parameter(torch.ones(2)) for _ in range(3)]
+    foreign = ForeignGradients()
+    watch = foreign.watch([mixed])
+    mixed.grad = torch.ones(2)
+    foreign.note(watch, [], 8.0)
+    foreign.add_to()
+    watch = foreign.watch([leaving, staying])
+    leaving.grad, staying.grad = torch.ones(2), torch.ones(2)
+    foreign.note(watch, [], 8.0)
+    assert foreign.let_go([leaving, mixed]) == [(leaving, 8.0)]
+    assert [foreign.scale_of(param) for param in params] == [None, 8.0, 8.0]
