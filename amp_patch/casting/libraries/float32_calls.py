@@ -71,21 +71,6 @@ def run_lengths(function: Function, args: Args, kwargs: Kwargs) -> Any:
     return to_any(function(*args, **kwargs), dtype)
 
 
-def run_steep(function: Function, args: Args, kwargs: Kwargs) -> Any:
-    """Call it so in a model that is stored in float16, whose range it leaves in its backward."""
-    if mode.stored is not torch.float16:
-        return function(*args, **kwargs)
-    return run_lengths(function, args, kwargs)
-
-
-def run_powers(function: Function, args: Args, kwargs: Kwargs) -> Any:
-    """Call a power so where its exponent is a number below 0."""
-    exponent = args[1] if len(args) > 1 else kwargs.get("exponent")
-    if isinstance(exponent, (int, float)) and exponent < 0:
-        return run_steep(function, args, kwargs)
-    return function(*args, **kwargs)
-
-
 def run_float_on_cpu(function: Function, args: Args, kwargs: Kwargs) -> Any:
     """Call it with half arguments on a CPU in float32; results have the dtype of a model."""
     if not any(tensor.is_cpu and tensor.dtype in HALVES for tensor in floats_in(args, kwargs)):
