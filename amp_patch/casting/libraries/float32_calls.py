@@ -22,6 +22,7 @@ from amp_patch.levels import HALVES
 
 from .call_arguments import Kwargs, NothingElseCasts, cast_to, floats_in, map_call, to_any
 from .foreign_objects import has_more_neighbours
+from .promoted_calls import always, run_promoted
 
 
 def run_widened(function: Function, args: Args, kwargs: Kwargs) -> Any:
@@ -69,6 +70,37 @@ def run_lengths(function: Function, args: Args, kwargs: Kwargs) -> Any:
             name: to_float(one) if isinstance(one, Tensor) else one for name, one in kwargs.items()
         }
     return to_any(function(*args, **kwargs), dtype)
+
+
+def run_steep(function: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Call it so in a model that is stored in float16, whose range its backward would leave.
+
+    What backward needs of much is kept in half, see `promoted_calls`.
+    """
+    if not _is_float16_in_model(args):
+        return function(*args, **kwargs)
+    return run_promoted(False, always, function, args, kwargs)
+
+
+def run_powers(function: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Call a power so where its exponent is a number below 0.
+
+    Where the exponent is a tensor, which learns, the results stay in float32: a generalized mean
+    takes the root of a mean of powers, of which small ones are 0 in float16.
+    """
+    exponent = args[1] if len(args) > 1 else kwargs.get("exponent")
+    if isinstance(exponent, Tensor) and _is_float16_in_model(args):
+        return run_wide(function, args, kwargs)
+    if isinstance(exponent, (int, float)) and exponent < 0:
+        return run_steep(function, args, kwargs)
+    return function(*args, **kwargs)
+
+
+def _is_float16_in_model(args: Args) -> bool:
+    """Tell whether the first argument is in float16, and the running model is stored in it."""
+    half = torch.float16
+    is_half = bool(args) and getattr(args[0], "dtype", None) is half
+    return is_half and mode.stored is half and mode.region is None
 
 
 def run_float_on_cpu(function: Function, args: Args, kwargs: Kwargs) -> Any:

@@ -32,7 +32,7 @@ stands for that method of every class that the module, or one inside of it, defi
   needs no region, in which each call of torch goes through Python.
 - "lengths": as "rounded", where the first argument is half and no dtype is told.
 - "steep": in a model that is stored in float16 as "rounded", where the first argument is half.
-- "powers": as "steep", where the exponent is a number below 0.
+- "powers": as "steep", where the exponent is a number below 0; as "wide" where it is a tensor.
 - "no_half": as `rules.NO_HALF` where a model is stored in half; O1 has another rule for it.
 - "uncast": not at all, nor is what it calls, as if no level cast; left alone in such a model.
 - "lookup": as it is, but the gradient of a half table is added up in float32 on a CPU.

@@ -63,22 +63,6 @@ def run_promoted(
     return found
 
 
-def run_steep(function: Function, args: Args, kwargs: Kwargs) -> Any:
-    """Call it so in a model that is stored in float16, whose range its backward would leave."""
-    is_half = getattr(args[0] if args else None, "dtype", None) is torch.float16
-    if not is_half or mode.stored is not torch.float16 or mode.region is not None:
-        return function(*args, **kwargs)
-    return run_promoted(False, always, function, args, kwargs)
-
-
-def run_powers(function: Function, args: Args, kwargs: Kwargs) -> Any:
-    """Call a power so where its exponent is a number below 0."""
-    exponent = args[1] if len(args) > 1 else kwargs.get("exponent")
-    if isinstance(exponent, (int, float)) and exponent < 0:
-        return run_steep(function, args, kwargs)
-    return function(*args, **kwargs)
-
-
 def run_sums(in_float: InFloat, function: Function, args: Args, kwargs: Kwargs) -> Any:
     """Call what reduces rows at indices: sums and means of half ones take less memory here.
 

@@ -198,6 +198,27 @@ def test_gradients_that_half_would_lose_are_float64_s(amp: ModuleType, level: st
             assert near.float().mean() > 0.98, name
 
 
+def test_a_generalized_mean_of_small_half_numbers_is_float64_s(amp: ModuleType) -> None:
+    """Its exponent learns; powers of such numbers are 0 in float16, and the slope of a root inf."""
+    model = amp.initialize(Losing(1, 1), opt_level="O2", verbosity=0)
+
+    def mean(x: Tensor, p: Tensor) -> Tensor:
+        return x.clamp(min=1e-6).pow(p).mean(1) ** (1 / p)
+
+    vars(model)["call"] = mean
+    values = torch.linspace(1e-4, 4e-3, 40).view(4, 10).half(), torch.tensor([3.0]).half()
+    inputs = [one.float().requires_grad_() for one in values]
+    model(*inputs).backward()
+    exact = [one.double().requires_grad_() for one in values]
+    wanted = mean(*exact)
+    wanted.sum().backward()
+    assert model.found.dtype is F32
+    # 1 / p is rounded to half
+    torch.testing.assert_close(model.found.double(), wanted, rtol=0.01, atol=0.0)
+    for one, other in zip(inputs, exact, strict=True):
+        torch.testing.assert_close(one.grad.double(), other.grad, rtol=0.01, atol=1e-5)
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's
 def test_steep_functions_of_half_are_no_steeper_where_they_are_compiled(amp: ModuleType) -> None:
     model = amp.initialize(Losing(1, 1), opt_level="O2", verbosity=0)
