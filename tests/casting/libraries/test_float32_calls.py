@@ -213,10 +213,10 @@ def test_a_generalized_mean_of_small_half_numbers_is_float64_s(amp: ModuleType) 
     wanted = mean(*exact)
     wanted.sum().backward()
     assert model.found.dtype is F32
-    # 1 / p is rounded to half
+    # 1 / p is rounded to half, and of two large parts of the exponent's gradient little is left
     torch.testing.assert_close(model.found.double(), wanted, rtol=0.01, atol=0.0)
-    for one, other in zip(inputs, exact, strict=True):
-        torch.testing.assert_close(one.grad.double(), other.grad, rtol=0.01, atol=1e-5)
+    torch.testing.assert_close(inputs[0].grad.double(), exact[0].grad, rtol=0.01, atol=0.0)
+    torch.testing.assert_close(inputs[1].grad.double(), exact[1].grad, rtol=0.0, atol=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's
