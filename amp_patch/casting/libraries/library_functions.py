@@ -11,7 +11,7 @@ import contextlib
 import functools
 import sys
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from amp_patch.casting import (
 from amp_patch.casting.held_functions import HeldFunctions
 from amp_patch.casting.installation import calling, replace_by
 from amp_patch.casting.kept_wrappers import KeptWrappers
-from amp_patch.common.imported_modules import bindings, is_left_alone
+from amp_patch.common.imported_modules import is_left_alone
 from amp_patch.common.weak_modules import WeakModules
 from amp_patch.patching import (
     Patches,
@@ -82,8 +82,8 @@ class LibraryFunctions:
         for name in self._rules:
             module = sys.modules.get(name)
             if module is not None:
-                # Torch's are called as F.normalize: to look for other names in every module that
-                # uses torch would make each initialize a third longer. `reach` looks in a few.
+                # Torch's are called as torch.sparse.mm: to look for other names in every module
+                # that uses torch would make each initialize a third longer. `reach` does.
                 (self._of_torch if is_left_alone(name) else replaced).update(self._patch(module))
             elif name not in self._awaited:
                 self._awaited.add(name)
@@ -138,18 +138,18 @@ class LibraryFunctions:
         layer_forwards.forget_half()
         self._held.undo(_modules_of(self._models).values(), _kept.ids)
 
-    def reach(self, models: Iterable[nn.Module]) -> None:
-        """Patch the functions of torch that models in half hold, or their modules have imported.
+    def reach(self, models: Collection[nn.Module]) -> None:
+        """Patch the functions of torch that models in half hold, or modules have imported.
 
-        ``self.loss = F.mse_loss``, and ``from torch.nn.functional import mse_loss`` where one of
-        their classes is defined.
+        ``self.loss = F.mse_loss``, and ``from torch.nn.functional import mse_loss`` in any module,
+        for a model may call a function of each.
         """
+        if not models:
+            return
         self._models.update(models)
-        users = _modules_of(models)
         # First, for what is imported by name is put back by the patches alone.
-        for module, name, wrapper in bindings(self._of_torch, (), users):
-            self._patches_for_half.replace(module, name, wrapper)
-        self._held.reach(models, users.values())
+        users = self._patches_for_half.replace_bindings(self._of_torch, users_only=True)
+        self._held.reach(models, {*users, *_modules_of(models).values()})
 
     def undo(self) -> None:
         """Restore every function, also where a model or module took it since; the rules stay."""

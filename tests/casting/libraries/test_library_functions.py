@@ -661,6 +661,38 @@ def test_losses_that_a_model_in_half_holds_or_its_module_imported_are_float32(
     assert [*model.held(), model.criterion.func] == originals
 
 
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+@pytest.mark.parametrize("beside", ["O0", "O1"])
+def test_losses_of_a_module_beside_the_models_are_float32(
+    amp: ModuleType, monkeypatch: pytest.MonkeyPatch, level: str, beside: str
+) -> None:
+    """A file of losses, say, whose functions the model's forward calls."""
+    losses = ModuleType("file_of_losses")
+    own: dict[str, Any] = {
+        "torch": torch,
+        "mse_loss": F.mse_loss,
+        "table": {"l1": F.l1_loss},
+        "compiled": torch.compile(F.huber_loss, backend="eager"),
+    }
+    vars(losses).update(own)
+    monkeypatch.setitem(sys.modules, losses.__name__, losses)
+    found: list[Tensor] = []
+
+    def all_of_them(x: Tensor, _: Tensor) -> Tensor:
+        functions = losses.mse_loss, losses.table["l1"], losses.compiled
+        found[:] = [function(x.detach(), x.detach() + 1) for function in functions]
+        return x
+
+    amp.initialize(nn.Linear(4, 4), opt_level=beside, verbosity=0)
+    model = amp.initialize(Calls(all_of_them), opt_level=level, verbosity=0)
+    model(torch.randn(2, 4), HELD)
+    assert {one.dtype for one in found} == {F32}
+    amp.deactivate()
+    assert (losses.mse_loss, losses.table["l1"]) == (F.mse_loss, F.l1_loss)
+    losses.compiled(torch.ones(2), torch.ones(2))
+    torch._dynamo.reset()
+
+
 #: What acts in models alone that are stored in half.
 WAITING = [
     f"{module}.{name}"
