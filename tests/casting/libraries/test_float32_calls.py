@@ -141,6 +141,22 @@ LOSING: dict[str, tuple[float, Callable[[Tensor, Tensor], Tensor]]] = {
     "sinc": (0.02, lambda x, y: torch.sinc(x) + torch.special.sinc(y)),
     "sinc, method": (0.02, lambda x, y: x.sinc() + y.sinc()),
     "tanhshrink": (0.02, lambda x, y: torch.nn.functional.tanhshrink(x) + y),
+    # squares above 65504
+    "local_response_norm": (
+        300.0,
+        lambda x, y: torch.nn.functional.local_response_norm(x[None], 3)[0] + y,
+    ),
+    "lp_pool1d": (300.0, lambda x, y: torch.nn.functional.lp_pool1d(x, 2, 3) + y[:1, :1]),
+    "lp_pool2d": (
+        300.0,
+        lambda x, y: torch.nn.functional.lp_pool2d(x[None], 2, 2)[0] + y[:1, :1],
+    ),
+    "lp_pool3d": (
+        300.0,
+        lambda x, y: torch.nn.functional.lp_pool3d(x[None, None], 2, (1, 2, 2)) + y[:1, :1],
+    ),
+    "cov": (30.0, lambda x, y: torch.cov(x) + y.cov()),
+    "corrcoef": (30.0, lambda x, y: torch.corrcoef(x) + y.corrcoef()),
     # squares and cubes of their results, of which a small gradient is a part
     "rsqrt": (2e-4, lambda x, y: (torch.rsqrt(x.abs()) + y.abs().rsqrt()) * 1e-3),
     "reciprocal": (1e-3, lambda x, y: (torch.reciprocal(x) + y.reciprocal()) * 1e-3),
