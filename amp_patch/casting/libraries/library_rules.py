@@ -251,10 +251,14 @@ RULES = {
         "arctan2": ("lengths", "always", "squares"),
         "atan2": ("lengths", "always", "squares"),
         "logcumsumexp": ("lengths", "always", "cancels"),
+        "logsumexp": ("lengths", "always", "cancels"),
+        "nanmean": ("lengths", "always", "counts"),
         "sinc": ("lengths", "always", "cancels"),
         "Tensor.arctan2": ("lengths", "always", "squares"),
         "Tensor.atan2": ("lengths", "always", "squares"),
         "Tensor.logcumsumexp": ("lengths", "always", "cancels"),
+        "Tensor.logsumexp": ("lengths", "always", "cancels"),
+        "Tensor.nanmean": ("lengths", "always", "counts"),
         "Tensor.sinc": ("lengths", "always", "cancels"),
         "pow": ("powers", "always", "steep"),
         "reciprocal": ("steep", "always", "steep"),
@@ -281,6 +285,7 @@ RULES = {
         "stft": ("rounded", "always", "spectra"),
     },
     "torch.special": {
+        "logsumexp": ("lengths", "always", "cancels"),
         "sinc": ("lengths", "always", "cancels"),
     },
     "torch.fft": {

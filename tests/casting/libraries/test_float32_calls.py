@@ -138,6 +138,8 @@ LOSING: dict[str, tuple[float, Callable[[Tensor, Tensor], Tensor]]] = {
     "arctan2, method": (1e-3, lambda x, y: x.arctan2(y)),
     "logcumsumexp": (2.0, lambda x, y: torch.logcumsumexp(x, 0) + y),
     "logcumsumexp, method": (2.0, lambda x, y: x.logcumsumexp(dim=1) + y),
+    "logsumexp": (20.0, lambda x, y: torch.logsumexp(x, 1) + torch.special.logsumexp(y, 1)),
+    "logsumexp, method": (20.0, lambda x, y: x.logsumexp(dim=1) + y.logsumexp(1)),
     "sinc": (0.02, lambda x, y: torch.sinc(x) + torch.special.sinc(y)),
     "sinc, method": (0.02, lambda x, y: x.sinc() + y.sinc()),
     "tanhshrink": (0.02, lambda x, y: torch.nn.functional.tanhshrink(x) + y),
@@ -212,6 +214,16 @@ def test_gradients_that_half_would_lose_are_float64_s(amp: ModuleType, level: st
         for one, other in zip(inputs, exact, strict=True):
             near = torch.isclose(one.grad.double(), other.grad, rtol=2 * torch.finfo(half).eps)
             assert near.float().mean() > 0.98, name
+
+
+def test_a_mean_without_nans_counts_more_than_float16_has(amp: ModuleType) -> None:
+    model = amp.initialize(Losing(1, 1), opt_level="O2", verbosity=0)
+    x = torch.full((70000,), 0.5)
+    x[0] = torch.nan
+    for call in (lambda x, _: torch.nanmean(x), lambda x, _: x.nanmean()):
+        vars(model)["call"] = call
+        model(x, x)
+        assert (model.found.dtype, model.found.item()) == (F16, 0.5)
 
 
 def test_a_generalized_mean_of_small_half_numbers_is_float64_s(amp: ModuleType) -> None:
