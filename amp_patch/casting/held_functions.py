@@ -176,8 +176,10 @@ class _Walk:
         own = vars(module)
         for name, value in list(own.items()):
             kind = type(value)
-            if kind is types.FunctionType and _is_passed_over(value, own):
-                continue
+            if kind is types.FunctionType:
+                is_own = value.__globals__ is own
+                if _is_bare(value) if is_own else not (value.__closure__ and _is_torchs(value)):
+                    continue
             # Most globals: asked first, for a process may have a hundred thousand.
             if kind in _HOLDS_NOTHING and id(value) not in self._replacements:
                 continue
@@ -323,14 +325,9 @@ def _is_bare(function: types.FunctionType) -> bool:
     return not (function.__closure__ or function.__defaults__ or function.__kwdefaults__)
 
 
-def _is_passed_over(function: types.FunctionType, own: dict[str, Any]) -> bool:
-    """Tell whether a function among these globals holds nothing, or is one that was imported.
-
-    What torch has made of another function is not imported, though the code of it is torch's.
-    """
-    if function.__globals__ is own:
-        return _is_bare(function)
-    return not (function.__closure__ and is_left_alone(function.__globals__.get("__name__", "")))
+def _is_torchs(function: types.FunctionType) -> bool:
+    """Tell what torch has made of another function from one that a module has imported."""
+    return is_left_alone(function.__globals__.get("__name__", ""))
 
 
 def _places_in_torchs(function: types.FunctionType) -> Iterator[Place]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import sys
 import types
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -141,15 +142,19 @@ class LibraryFunctions:
     def reach(self, models: Collection[nn.Module]) -> None:
         """Patch the functions of torch that models in half hold, or modules have imported.
 
-        ``self.loss = F.mse_loss``, and ``from torch.nn.functional import mse_loss`` in any module,
-        for a model may call a function of each.
+        ``self.loss = F.mse_loss``, and ``from torch.nn.functional import mse_loss`` in any module;
+        and those that are in tables of the modules in which the models' classes are defined, or of
+        which these name a function, a class or the module itself.
         """
         if not models:
             return
         self._models.update(models)
         # First, for what is imported by name is put back by the patches alone.
         users = self._patches_for_half.replace_bindings(self._of_torch, users_only=True)
-        self._held.reach(models, {*users, *_modules_of(models).values()})
+        files = _modules_of(models).values()
+        # To look through tables takes long: not in all that use torch.
+        named = set().union(*map(_named_in, files))
+        self._held.reach(models, {*files, *(one for one in users if one.__name__ in named)})
 
     def undo(self) -> None:
         """Restore every function, also where a model or module took it since; the rules stay."""
@@ -229,6 +234,14 @@ def _modules_of(models: Iterable[nn.Module]) -> dict[str, types.ModuleType]:
     names = {type(module).__module__ for model in models for module in model.modules()}
     users = {name for name in names if not is_left_alone(name)}
     return {name: sys.modules[name] for name in users & sys.modules.keys()}
+
+
+def _named_in(module: types.ModuleType) -> set[str]:
+    """Return the names of the modules that a module has, or has functions or classes of."""
+    values = list(vars(module).values())
+    modules = {one.__name__ for one in values if isinstance(one, types.ModuleType)}
+    owners = (one for one in values if isinstance(one, (types.FunctionType, type)))
+    return modules.union(map(operator.attrgetter("__module__"), owners))
 
 
 def _expanded(module: types.ModuleType, rules: Mapping[str, Rule]) -> dict[str, Rule]:

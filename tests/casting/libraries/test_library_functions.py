@@ -662,11 +662,14 @@ def test_losses_that_a_model_in_half_holds_or_its_module_imported_are_float32(
 
 
 @pytest.mark.parametrize("level", ["O2", "O3", "O5"])
-@pytest.mark.parametrize("beside", ["O0", "O1"])
+@pytest.mark.parametrize(("beside", "names_it"), [("O0", True), ("O1", True), ("O1", False)])
 def test_losses_of_a_module_beside_the_models_are_float32(
-    amp: ModuleType, monkeypatch: pytest.MonkeyPatch, level: str, beside: str
+    amp: ModuleType, monkeypatch: pytest.MonkeyPatch, level: str, beside: str, names_it: bool
 ) -> None:
-    """A file of losses, say, whose functions the model's forward calls."""
+    """A file of losses, say, whose functions the model's forward calls.
+
+    In its tables where the file of the model's class names it, or what it has.
+    """
     losses = ModuleType("file_of_losses")
     own: dict[str, Any] = {
         "torch": torch,
@@ -676,10 +679,13 @@ def test_losses_of_a_module_beside_the_models_are_float32(
     }
     vars(losses).update(own)
     monkeypatch.setitem(sys.modules, losses.__name__, losses)
+    if names_it:  # as by ``import file_of_losses``
+        monkeypatch.setattr(sys.modules[__name__], "file_of_losses", losses, raising=False)
     found: list[Tensor] = []
 
     def all_of_them(x: Tensor, _: Tensor) -> Tensor:
-        functions = losses.mse_loss, losses.table["l1"], losses.compiled
+        held = (losses.table["l1"], losses.compiled) if names_it else ()
+        functions = losses.mse_loss, *held
         found[:] = [function(x.detach(), x.detach() + 1) for function in functions]
         return x
 
