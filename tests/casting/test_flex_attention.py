@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
@@ -25,7 +26,7 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def _on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let it have gradients on a CPU, which it refuses there for what it would compile."""
-    monkeypatch.setattr(torchs, "_validate_device", lambda *_: None)
+    monkeypatch.setattr(torchs, "_validate_device", lambda *_: None, raising=False)
     yield
     torch._dynamo.reset()
 
@@ -73,6 +74,10 @@ def compiled_before() -> Attention:
     return torch.compile(torchs.flex_attention, backend="eager")
 
 
+@pytest.mark.skipif(
+    not hasattr(sys.modules["torch._higher_order_ops.flex_attention"], "_autocast_cast"),
+    reason="autocast of this torch leaves it alone",
+)
 @pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
 @pytest.mark.parametrize("get", [lambda: torchs.flex_attention, compiled_before])
 def test_it_computes_what_it_does_under_autocast(
@@ -98,6 +103,7 @@ def test_a_compiled_model_may_call_a_compiled_one(amp: ModuleType, level: str) -
     assert {*model.seen} == {torch.float16 if level == "O1" else torch.bfloat16}
 
 
+@pytest.mark.skipif(not hasattr(torchs, "AuxRequest"), reason="this torch asks otherwise")
 def test_the_logarithm_of_sums_stays_float32(amp: ModuleType) -> None:
     x = torch.randn(1, 2, LENGTH, 4)
     model, _ = made(lambda *args, **kwargs: None)
