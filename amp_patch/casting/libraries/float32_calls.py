@@ -15,6 +15,7 @@ from torch.compiler import is_compiling
 
 from amp_patch.casting import Args, Function, fused_loss
 from amp_patch.casting.argument_casts import to_float
+from amp_patch.casting.cached_casts import is_large
 from amp_patch.casting.mode import FLOATS, OFF, mode, process
 from amp_patch.casting.nested import map_tensors
 from amp_patch.casting.regions import FloatRegion
@@ -63,6 +64,8 @@ def run_lengths(function: Function, args: Args, kwargs: Kwargs) -> Any:
         return function(*args, **kwargs)
     if not args or getattr(args[0], "dtype", None) not in HALVES:
         return function(*args, **kwargs)  # a script that writes x.float().norm() means it
+    if is_large(args[0]):  # what backward needs of it is kept in half
+        return run_promoted(False, always, function, args, kwargs)
     # no containers of tensors, but dimensions and the like
     args = tuple([to_float(one) if isinstance(one, Tensor) else one for one in args])
     if kwargs:
