@@ -11,7 +11,7 @@ from torch import Tensor
 
 from amp_patch.casting.libraries.half_saving import HalfSaving
 from amp_patch.casting.libraries.library_casts import Rule, wrap
-from amp_patch.casting.mode import process
+from amp_patch.casting.mode import mode, process
 from amp_patch.tools.sweep.memory import LivingTensors
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -59,6 +59,26 @@ def test_what_is_kept(function: Callable[..., Tensor], in_half: int, in_float: i
 
     assert kept(wrap(function, Rule("promote", "cpu")), *leaves()) == in_half * SIZE
     assert kept(casts, *leaves()) == in_float * SIZE
+
+
+@pytest.mark.parametrize(
+    ("function", "word", "in_half"),
+    [
+        (lambda x: x.logsumexp(1), "lengths", (2 + 2) / SIDE),  # its result, and the half one
+        (torch.rsqrt, "steep", 2),  # its result: the half one is there
+    ],
+    ids=["logsumexp", "rsqrt"],
+)
+def test_what_a_half_model_keeps(
+    function: Callable[..., Tensor], word: str, in_half: float
+) -> None:
+    x, _ = leaves()
+    around, mode.stored = mode.stored, F16
+    try:
+        found = kept(wrap(function, Rule(word, "always")), x)
+    finally:
+        mode.stored = around
+    assert found <= in_half * SIZE
 
 
 def test_few_numbers_are_kept_as_they_are() -> None:
