@@ -72,8 +72,9 @@ class BuildAnew(build_py):
 
     def run(self) -> None:
         """Run the command, as setuptools does."""
-        if not self.editable_mode:
-            shutil.rmtree(Path(self.build_lib) / "amp_patch", ignore_errors=True)
+        built = Path(self.build_lib, "amp_patch").resolve()
+        if not self.editable_mode and built != (ROOT / "amp_patch").resolve():
+            shutil.rmtree(built, ignore_errors=True)
         super().run()
 
 

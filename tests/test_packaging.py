@@ -90,6 +90,15 @@ def test_sources_are_found_from_a_wheel(wheel: Path, tmp_path: Path) -> None:
     assert seen == lengths()
 
 
+@pytest.mark.slow(instead="a wheel, which is built into another folder")
+def test_a_build_into_the_checkout_itself_keeps_its_sources(checkout: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(checkout, tmp_path / "checkout")
+    command = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", "."]
+    run = processes.run(command, cwd=folder, env=environment())
+    assert run.returncode == 0, run.stderr
+    assert (folder / "amp_patch" / "session.py").is_file()
+
+
 @pytest.mark.slow(instead="sources of a wheel")
 def test_sources_are_found_from_an_editable_install(checkout: Path, tmp_path: Path) -> None:
     installed = tmp_path / "site"
