@@ -6,6 +6,7 @@ Knows what was prepared and who looks out for mistakes; `BackwardPass` does the 
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
@@ -68,13 +69,11 @@ class BackwardPasses:
         That is at a scale of 1 without masters (O0, O3, O4), where nobody looks on. Arguments and
         errors are `of_loss`'s.
         """
-        if not steps[0].backward.takes_grads_as_they_are:  # at once, where there are masters
+        if not all(map(_TAKES_GRADS_AS_THEY_ARE, steps)):  # at once, where there are masters
             return None
         scaler = self._scalers[self._optimizers.scalers.index_of(steps[0], loss_id)]
-        is_alone = len(steps) == len(self._optimizers.steps) == 1
         if (
             not scaler.is_one
-            or not is_alone
             or self._guard.unprepared
             or self._guard.unsynced.has_new
             or self._observers
@@ -83,6 +82,8 @@ class BackwardPasses:
             or mode.off
         ):
             return None
+        for other in self._optimizers.others(steps):
+            other.expect_foreign()
         return NoScaling(scaler, device)
 
     def of_loss(
@@ -193,3 +194,7 @@ class BackwardPasses:
                 "rule, and so a scale, of its own: amp.initialize(..., growth_interval=2001). Or "
                 "call amp.initialize(..., opt_level='O4'), which needs no scale."
             )
+
+
+#: Looked up for each optimizer of a loss by `map`, which calls no Python.
+_TAKES_GRADS_AS_THEY_ARE = operator.attrgetter("backward.takes_grads_as_they_are")

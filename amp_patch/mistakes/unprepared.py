@@ -125,10 +125,11 @@ class UnpreparedParams:
         for block in self._open()[-1:]:
             block.watches.append(self._watch(new, block))
 
-    def watch_foreign(self, scale: Scale | None) -> Watch:
+    def expect_foreign(self) -> None:
+        """Gradients of a loss that is not scaled are true: there is nothing to do."""
+
+    def watch_foreign(self, scale: Scale) -> Watch:
         """See `OthersBackwards.watch_foreign`; it may add to what earlier ones wrote."""
-        if scale is None:
-            return Watch.of([])
         found = ((key, one, one.left()) for key, one in [*self.scaled.items()])
         there = [(key, one, grad) for key, one, grad in found if grad is not None]
         left = list(compress(there, are_any([grad for _, _, grad in there])))

@@ -38,13 +38,16 @@ from .watched_backward import (
 class Other(Protocol):
     """What a backward is not for, but may write gradients to."""
 
-    def watch_foreign(self, scale: Scale | None) -> Watch:
-        """Call before the backward; see `OthersBackwards.watch_foreign`."""
+    def expect_foreign(self) -> None:
+        """Call before the backward where its loss is not scaled."""
+
+    def watch_foreign(self, scale: Scale) -> Watch:
+        """Call before it where the loss is; see `OthersBackwards.watch_foreign`."""
 
     def note_foreign(
         self, watch: Watch, optimizers: Sequence[OptimizerBackward], scale: Scale
     ) -> None:
-        """Call after it, which was for these optimizers, of a loss multiplied by ``scale``."""
+        """Call after that, which was for these optimizers, of a loss multiplied by ``scale``."""
 
 
 #: See ``open_block`` of `BackwardPass`.
@@ -103,7 +106,7 @@ class BackwardPass:
         self._open: list[tuple[OptimizerBackward, ParamPairs]] = []
         self._received: list[tuple[OptimizerBackward, ParamPairs]] = []
         self._pending: PendingCheck | None = None
-        self._watches: list[Watch] = []
+        self._watches: list[tuple[Other, Watch]] = []
         self._watched: WatchedBackward | None = None
         self._open_block = open_block
         self._close_block: Callable[[], None] | None = None
@@ -155,9 +158,12 @@ class BackwardPass:
             one.current.refuse_nested()
         self._cache.begin_backward()
         is_on = self._scaling.is_on
-        if self._others:
-            scale = self._scale if is_on else None
-            self._watches = [other.watch_foreign(scale) for other in self._others]
+        if is_on:
+            scale = self._scale
+            self._watches = [(other, other.watch_foreign(scale)) for other in self._others]
+        else:
+            for other in self._others:
+                other.expect_foreign()
         if not is_on and all(map(_TAKES_GRADS_AS_THEY_ARE, self._optimizers)):
             return
         for one in self._optimizers:
@@ -326,7 +332,7 @@ class BackwardPass:
             self._cache.mark_stale()
         if self._watches:
             watches, self._watches = self._watches, []
-            for other, watch in zip(self._others, watches, strict=True):
+            for other, watch in watches:
                 other.note_foreign(watch, self._optimizers, self._scale)
         if self._watched is not None:
             self._watched.is_over = True

@@ -51,25 +51,32 @@ class OthersBackwards:
         self._pairs, self._gradients, self._fused = held.pairs, gradients, fused
         self._current, self._foreign, self._zeroing = current, foreign, zeroing
 
-    def watch_foreign(self, scale: Scale | None) -> Watch:
+    def expect_foreign(self) -> None:
         """Call before a backward that is not for this optimizer, but may reach its parameters.
 
+        That is all where its loss is not scaled, as the gradients are true then.
+        """
+        self._zeroing.note_other()
+        fused = self._fused
+        source = None if fused is None else fused.lazy.source
+        if fused is not None and source is not None and source.is_half and self._current.is_here:
+            fused.lazy.materialize()  # unscales half gradients, which may be written to
+
+    def watch_foreign(self, scale: Scale) -> Watch:
+        """Call before such a backward where its loss is scaled.
+
         Args:
-            scale: what its gradients are multiplied by; None: they are not.
+            scale: what its gradients are multiplied by.
 
         Returns:
             What `note_foreign` needs.
         """
-        self._zeroing.note_other()
-        self._gradients.replaced.had_another_block |= scale is not None
-        is_here = self._current.is_here
-        source = None if self._fused is None else self._fused.lazy.source
-        if is_here and self._fused is not None and source is not None and source.is_half:
-            self._fused.lazy.materialize()  # unscales half gradients, which may be written to
+        self.expect_foreign()
+        self._gradients.replaced.had_another_block = True
         waiting = self._fused is not None and self._fused.lazy.are_waiting
         # Nothing is watched in a thread that trains other models, nor half gradients that masters
         # have received already: nobody reads these again.
-        params, masters = self._pairs() if scale is not None and is_here else ((), ())
+        params, masters = self._pairs() if self._current.is_here else ((), ())
         if params is not masters and (waiting or not have_none(masters)):
             params = [
                 param

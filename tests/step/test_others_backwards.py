@@ -23,9 +23,8 @@ def test_what_the_scaled_loss_of_another_wrote_is_refused(backward: OptimizerBac
 
 
 def test_what_a_backward_without_a_scale_wrote_is_true(backward: OptimizerBackward) -> None:
-    watch = backward.others.watch_foreign(None)
+    backward.others.expect_foreign()
     write(backward)
-    backward.others.note_foreign(watch, [], 1.0)
     backward.refuse_scaled("optimizer.step()")
 
 

@@ -65,10 +65,49 @@ def test_what_waits_for_later_has_a_backward_pass(amp: ModuleType, option: str) 
     assert type(amp.scale_loss(loss_of(model), optimizer, **{option: True})) is ScaledLoss
 
 
-def test_a_second_optimizer_is_looked_after(amp: ModuleType) -> None:
+@pytest.mark.parametrize(
+    ("level", "expected"), [("O4", UnscaledLoss), ("O5", UnscaledLoss), ("O2", ScaledLoss)]
+)
+def test_a_second_optimizer_is_looked_after_where_its_losses_are_scaled(
+    amp: ModuleType, level: str, expected: type
+) -> None:
     model, optimizer = prepared(amp, "O4")
-    other, second = prepared(amp, "O2")
-    assert type(amp.scale_loss(loss_of(model), optimizer)) is ScaledLoss
+    _, second = prepared(amp, level)
+    assert type(amp.scale_loss(loss_of(model), optimizer)) is expected
+    both = UnscaledLoss if level == "O4" else ScaledLoss
+    assert type(amp.scale_loss(loss_of(model), [optimizer, second])) is both
+
+
+def test_half_gradients_that_wait_for_a_fused_step_are_unscaled_before_others_write(
+    amp: ModuleType,
+) -> None:
+    model, optimizer = prepared(amp, "O4")
+    large, x = nn.Linear(512, 512), torch.ones(1, 512)
+    second, before = SGD(large.parameters(), lr=0.25), large.weight.detach().clone()
+    amp.initialize(large, second, opt_level="O5", fused_step=True, verbosity=0)
+    with amp.scale_loss(large(x).float().sum(), second) as scaled_loss:
+        scaled_loss.backward()
+    loss = loss_of(model) + large(x).float().sum()
+    block = amp.scale_loss(loss, optimizer)
+    assert type(block) is UnscaledLoss
+    with block as scaled_loss:
+        scaled_loss.backward()
+    with pytest.warns(UserWarning, match="has no effect"):
+        second.step()
+    assert torch.equal(large.state_dict()["weight"], before - 0.25)
+
+
+@pytest.mark.parametrize(("level", "failed"), [("O4", "O5"), ("O1", "O1"), ("O2", "O5")])
+def test_an_optimizer_whose_block_has_failed_hears_that_training_goes_on(
+    amp: ModuleType, level: str, failed: str
+) -> None:
+    model, optimizer = prepared(amp, level)
+    other, second = prepared(amp, failed)
+    with pytest.raises(ArithmeticError), amp.scale_loss(loss_of(other), second) as scaled_loss:
+        fails(scaled_loss)
+    with amp.scale_loss(loss_of(model), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    second.step()  # else warns that it has no gradients
 
 
 def test_parameters_that_nobody_steps_are_looked_after(amp: ModuleType) -> None:

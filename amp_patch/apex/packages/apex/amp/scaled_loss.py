@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from amp_patch import amp
 from amp_patch.arguments import loss_of
 from amp_patch.casting.torch_compile import never_trace
+from amp_patch.gradients.foreign_gradients import Watch
 from amp_patch.levels import HALVES
 from amp_patch.session import session
+from amp_patch.step.others_backwards import OthersBackwards
 from amp_patch.step.scaled_loss import ScaledLoss
 
 from ._amp_state import _amp_state
@@ -101,13 +103,17 @@ class _LossWithoutOptimizer(contextlib.AbstractContextManager[Tensor]):
         self._loss = loss
         self._scaler = session.scalers[session.optimizers.scalers.check(loss_id)]
         self._others = session.optimizers.others(())
+        self._watches: list[tuple[OthersBackwards, Watch]] = []
 
     @never_trace
     def __enter__(self) -> Tensor:
         session.cache.begin_backward()
         self._scale = scale = self._scaler.loss_scale()
-        watched = None if scale == 1.0 else scale
-        self._watches = [one.watch_foreign(watched) for one in self._others]
+        if scale == 1.0:
+            for one in self._others:
+                one.expect_foreign()
+        else:
+            self._watches = [(one, one.watch_foreign(scale)) for one in self._others]
         loss = self._loss.float() if self._loss.dtype in HALVES else self._loss
         return loss * scale
 
@@ -115,5 +121,5 @@ class _LossWithoutOptimizer(contextlib.AbstractContextManager[Tensor]):
     def __exit__(self, *_: Any) -> None:
         session.cache.mark_stale()
         # A step refuses what is left of them: nobody has divided them by the scale.
-        for one, watch in zip(self._others, self._watches, strict=True):
+        for one, watch in self._watches:
             one.note_foreign(watch, (), self._scale)
