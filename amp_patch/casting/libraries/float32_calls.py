@@ -34,7 +34,7 @@ def run_widened(function: Function, args: Args, kwargs: Kwargs) -> Any:
 
 def run_like_first(function: Function, args: Args, kwargs: Kwargs) -> Any:
     """Call it so; results have the dtype of its first argument, the features that it samples."""
-    features = args[0] if args else kwargs.get("input")
+    features = _first(args, kwargs)
     with NothingElseCasts():  # a region would cast what is made of the boxes inside
         found = run_widened(function, args, kwargs)
     dtype = getattr(features, "dtype", None)
@@ -62,9 +62,10 @@ def run_lengths(function: Function, args: Args, kwargs: Kwargs) -> Any:
     dtype = mode.stored
     if dtype is None or mode.region is not None or kwargs.get("dtype") is not None:
         return function(*args, **kwargs)
-    if not args or getattr(args[0], "dtype", None) not in HALVES:
+    first = _first(args, kwargs)
+    if getattr(first, "dtype", None) not in HALVES:
         return function(*args, **kwargs)  # a script that writes x.float().norm() means it
-    if is_large(args[0]):  # what backward needs of it is kept in half
+    if is_large(first):  # what backward needs of it is kept in half
         return run_promoted(False, always, function, args, kwargs)
     # no containers of tensors, but dimensions and the like
     args = tuple([to_float(one) if isinstance(one, Tensor) else one for one in args])
@@ -80,7 +81,7 @@ def run_steep(function: Function, args: Args, kwargs: Kwargs) -> Any:
 
     What backward needs of much is kept in half, see `promoted_calls`.
     """
-    if not _is_float16_in_model(args):
+    if not _is_float16_in_model(_first(args, kwargs)):
         return function(*args, **kwargs)
     return run_promoted(False, always, function, args, kwargs)
 
@@ -92,18 +93,24 @@ def run_powers(function: Function, args: Args, kwargs: Kwargs) -> Any:
     takes the root of a mean of powers, of which small ones are 0 in float16.
     """
     exponent = args[1] if len(args) > 1 else kwargs.get("exponent")
-    if isinstance(exponent, Tensor) and _is_float16_in_model(args):
+    if isinstance(exponent, Tensor) and _is_float16_in_model(_first(args, kwargs)):
         return run_wide(function, args, kwargs)
     if isinstance(exponent, (int, float)) and exponent < 0:
         return run_steep(function, args, kwargs)
     return function(*args, **kwargs)
 
 
-def _is_float16_in_model(args: Args) -> bool:
-    """Tell whether the first argument is in float16, and the running model is stored in it."""
+def _first(args: Args, kwargs: Kwargs) -> Any:
+    """Return the first argument, by whatever name torch's functions have it."""
+    if args:
+        return args[0]
+    return next((kwargs[name] for name in ("input", "x", "x1") if name in kwargs), None)
+
+
+def _is_float16_in_model(argument: Any) -> bool:
+    """Tell whether an argument is in float16, and the running model is stored in it."""
     half = torch.float16
-    is_half = bool(args) and getattr(args[0], "dtype", None) is half
-    return is_half and mode.stored is half and mode.region is None
+    return getattr(argument, "dtype", None) is half and mode.stored is half and mode.region is None
 
 
 def run_float_on_cpu(function: Function, args: Args, kwargs: Kwargs) -> Any:

@@ -131,6 +131,8 @@ LENGTHS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "vector_norm": lambda x, y: torch.linalg.vector_norm(x, 3.5, (0, 1)),
     "two tensors": lambda x, y: torch.nn.functional.pairwise_distance(x, y, 1.5),
     "the other by name": lambda x, y: torch.nn.functional.pairwise_distance(x, x2=y, p=1.0),
+    "two by name": lambda x, y: torch.nn.functional.pairwise_distance(x2=y, x1=x, p=1.5),
+    "by name": lambda x, y: torch.linalg.vector_norm(dim=0, x=x, ord=3.5),
 }
 #: The size of the numbers at which torch's gradient in half is wrong, and what has it.
 LOSING: dict[str, tuple[float, Callable[[Tensor, Tensor], Tensor]]] = {
@@ -162,6 +164,10 @@ LOSING: dict[str, tuple[float, Callable[[Tensor, Tensor], Tensor]]] = {
     # squares and cubes of their results, of which a small gradient is a part
     "rsqrt": (2e-4, lambda x, y: (torch.rsqrt(x.abs()) + y.abs().rsqrt()) * 1e-3),
     "reciprocal": (1e-3, lambda x, y: (torch.reciprocal(x) + y.reciprocal()) * 1e-3),
+    "by name": (
+        2e-4,
+        lambda x, y: (torch.rsqrt(input=x.abs()) + torch.pow(exponent=-0.5, input=y.abs())) * 1e-3,
+    ),
     "one over it": (1e-3, lambda x, y: (1 / x) * 1e-3 + 1e-3 / y),
     "power": (2e-4, lambda x, y: (torch.pow(x.abs(), -0.5) + y.abs() ** -0.5) * 1e-3),
     "power, method": (0.02, lambda x, y: (x.pow(-2) + y.abs().pow(exponent=-1.5)) * 1e-3),
