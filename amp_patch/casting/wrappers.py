@@ -46,7 +46,6 @@ from .kept_wrappers import KeptWrappers
 from .mode import FLOATS, OFF, OTHER_FLOATS, mode, process
 from .rules import ROUNDED_ONCE
 from .shared_casts import shared_cast
-from .told_casts import Observer, telling, telling_cast
 from .usual_calls import (
     CELLS,
     CONTRACTIONS,
@@ -63,6 +62,7 @@ from .usual_calls import (
     norm,
     product,
 )
+from .verbose_casts import Observer, telling, telling_cast
 from .weight_cache import WeightCache
 
 

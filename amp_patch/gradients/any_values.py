@@ -13,7 +13,7 @@ from torch import Tensor
 from amp_patch.distributed.shards import local
 from amp_patch.kernels import values
 from amp_patch.kernels.graph_capture import captures
-from amp_patch.kernels.looks import is_any
+from amp_patch.kernels.tensor_values import is_any
 
 
 def are_any(grads: Sequence[Tensor | None]) -> list[bool]:

@@ -16,7 +16,7 @@ from amp_patch import kernels
 from amp_patch.distributed.shards import local
 from amp_patch.kernels.default_device import without_default_device
 from amp_patch.kernels.getters import GRAD, VERSION
-from amp_patch.kernels.looks import is_any, same_numbers
+from amp_patch.kernels.tensor_values import is_any, same_numbers
 from amp_patch.weights.lazy_gradients import LazyGradients
 from amp_patch.weights.parameter_lists import are_complete, are_same, look_up, stored_grad
 

@@ -18,7 +18,7 @@ from amp_patch import kernels
 from amp_patch.common.early_looks import EarlyLooks
 from amp_patch.distributed.shards import local
 from amp_patch.kernels.graph_capture import captures
-from amp_patch.kernels.looks import same_numbers
+from amp_patch.kernels.tensor_values import same_numbers
 from amp_patch.weights.own_gradients import OwnGradients
 from amp_patch.weights.parameter_lists import store_grad, stored_grad
 

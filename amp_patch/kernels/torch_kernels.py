@@ -17,8 +17,8 @@ from torch import Tensor
 from amp_patch.common.scales import Scale
 
 from .getters import IS_CPU, IS_SPARSE
-from .looks import are_nonfinite
 from .tensor_lists import alike, kind_of, values
+from .tensor_values import are_nonfinite
 from .torch_comparison import Comparison
 from .torch_norms import (
     CLIP_EPS,

@@ -15,8 +15,8 @@ from amp_patch.levels import HALVES
 
 from .default_device import without_default_device
 from .getters import IS_CPU, IS_SPARSE
-from .looks import is_large, largest
 from .tensor_lists import alike, dense, values
+from .tensor_values import is_large, largest
 from .without_grad import without_grad
 
 #: What is added to the norm where gradients are clipped as `torch.nn.utils.clip_grad_norm_` does.

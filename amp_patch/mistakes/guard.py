@@ -47,7 +47,7 @@ from .dtype_notes import explain, explaining, explaining_cells, notebook
 from .grad_scaler import Passes, ServedScalers
 from .half_steps import HalfSteps
 from .late_modules import LateModules
-from .lone_scales import ScaleUsers
+from .lone_overflows import ScaleUsers
 from .plain_averages import PlainAverages
 from .rounded_targets import RoundedTargets
 from .running_statistics import RunningStatistics

@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from amp_patch.common.warn_once import warn_once
 from amp_patch.kernels.graph_capture import captures
-from amp_patch.kernels.looks import is_infinite
+from amp_patch.kernels.tensor_values import is_infinite
 from amp_patch.weights.half_bits import is_plain
 
 _EVAL = "torch.nn.modules.module.Module.eval"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from amp_patch.kernels import values
-from amp_patch.kernels.looks import count_nonfinite
+from amp_patch.kernels.tensor_values import count_nonfinite
 
 from .loss_scaling import Found
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from amp_patch.distributed.shards import local
 from amp_patch.kernels import values
-from amp_patch.kernels.looks import is_any
+from amp_patch.kernels.tensor_values import is_any
 from amp_patch.weights.parameter_lists import store_grad, stored_grad
 
 #: A matrix with more numbers gets no gradient only to see what becomes of it.

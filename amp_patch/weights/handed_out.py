@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from amp_patch.common.weak_modules import ModuleTable
 from amp_patch.distributed.shards import place, version_of
-from amp_patch.kernels.looks import same_numbers
+from amp_patch.kernels.tensor_values import same_numbers
 
 from .half_bits import bits_of, can_be_compared, compared, is_plain
 

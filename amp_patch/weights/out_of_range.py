@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_patch.common.warn_once import warn
-from amp_patch.kernels.looks import is_infinite
+from amp_patch.kernels.tensor_values import is_infinite
 
 
 def warn_of_infinite(model: nn.Module, originals: Mapping[Tensor, Tensor]) -> None:

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from amp_patch.kernels.looks import is_infinite
+from amp_patch.kernels.tensor_values import is_infinite
 
 
 class HalfSaving:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from amp_patch import kernels
-from amp_patch.kernels.looks import is_large, largest
+from amp_patch.kernels.tensor_values import is_large, largest
 from amp_patch.scaling.loss_scaler import LossScaler as CoreScaler
 from amp_patch.scaling.scale_rule import ScaleRule
 from amp_patch.session import session

@@ -13,7 +13,7 @@ from casting_support import HALVES, half_kernels_as_on_cuda
 from torch import nn
 from torch.nn import functional as F
 
-from amp_patch.casting.told_casts import telling
+from amp_patch.casting.verbose_casts import telling
 
 F16, F32 = torch.float16, torch.float32
 PROFILE = "fast-norms"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support import allocations
 from torch import Tensor
 
-from amp_patch.kernels.looks import (
+from amp_patch.kernels.tensor_values import (
     are_nonfinite,
     count_nonfinite,
     is_any,
