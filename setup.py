@@ -68,12 +68,15 @@ def long_description() -> str:
 
 
 class BuildAnew(build_py):
-    """Builds into an empty folder: what a build of before had, and is deleted since, stays out."""
+    """Builds into an empty folder: what a build of before had, and is deleted since, stays out.
+
+    A folder that the caller names, by ``--build-lib``, may hold more, and nothing is removed there.
+    """
 
     def run(self) -> None:
         """Run the command, as setuptools does."""
         built = Path(self.build_lib, "amp_patch").resolve()
-        if not self.editable_mode and built != (ROOT / "amp_patch").resolve():
+        if not self.editable_mode and built.is_relative_to((ROOT / "build").resolve()):
             shutil.rmtree(built, ignore_errors=True)
         super().run()
 

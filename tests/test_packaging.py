@@ -91,11 +91,18 @@ def test_sources_are_found_from_a_wheel(wheel: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow(instead="a wheel, which is built into another folder")
-def test_a_build_into_the_checkout_itself_keeps_its_sources(checkout: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(checkout, tmp_path / "checkout")
-    command = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", "."]
+@pytest.mark.parametrize("build_lib", [".", "..", "elsewhere"])
+def test_a_build_into_a_folder_that_is_named_removes_nothing(
+    checkout: Path, tmp_path: Path, build_lib: str
+) -> None:
+    folder = shutil.copytree(checkout, tmp_path / "amp_patch")  # as a clone is called
+    own = folder / build_lib / "amp_patch" / "notes.txt"
+    own.parent.mkdir(parents=True, exist_ok=True)
+    own.touch()
+    command = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", build_lib]
     run = processes.run(command, cwd=folder, env=environment())
     assert run.returncode == 0, run.stderr
+    assert own.is_file()
     assert (folder / "amp_patch" / "session.py").is_file()
 
 

@@ -173,8 +173,9 @@ class Guard:
         return early_wrapping.refusing_fused(original, self._are_stepped_after_blocks)
 
     def _are_stepped_after_blocks(self, params: Sequence[Tensor]) -> bool:
-        """Return whether some parameters have masters at their level, or scaled gradients."""
-        own, levels = set(map(id, params)), list(self._models.levels.items())
+        """Return whether some that learn have masters at their level, or scaled gradients."""
+        own = {id(param) for param in params if param.requires_grad}
+        levels = list(self._models.levels.items())
         with_masters = [model for model, level in levels if level.master_weights]
         models = [*with_masters, *(self._scaled_models() if self._optimizers.steps else ())]
         return any(id(param) in own for model in models for param in model.parameters())

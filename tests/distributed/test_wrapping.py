@@ -193,3 +193,18 @@ def test_data_parallel_trains_what_the_model_itself_does(amp: ModuleType, level:
             RuntimeError, match="got a wrapper of type DataParallel around one whose parameters"
         ):
             trained(amp, level, "before")
+
+
+@pytest.mark.usefixtures("one_rank", "recwarn")  # torch warns of torch.jit, which it uses there
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_a_wrapper_steps_what_learns_beside_a_frozen_part_in_the_backward(
+    amp: ModuleType, level: str
+) -> None:
+    other = nn.Linear(2, 2)
+    frozen, head = nn.Linear(3, 2).requires_grad_(False), nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.5)
+    amp.initialize([frozen, other], optimizer, opt_level=level, verbosity=0)
+    wrapper, before = DistributedDataParallel(nn.Sequential(frozen, head)), head.bias.clone()
+    wrapper._register_fused_optim(torch.optim.SGD, 0.5)
+    wrapper(torch.ones(1, 3)).sum().backward()
+    assert torch.equal(head.bias, before - 0.5)

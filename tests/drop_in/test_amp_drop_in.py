@@ -826,6 +826,14 @@ def test_a_script_may_set_whether_a_handle_is_active(handle) -> None:
     assert handle.is_active()
 
 
+def test_what_a_script_sets_and_sets_back_where_casts_are_disabled_does_not_last(handle) -> None:
+    with handle._disable_casts():
+        before = handle._is_active
+        handle._is_active = False
+        handle._is_active = before
+    assert handle.is_active()
+
+
 def test_a_wrapped_optimizer_scales_losses_where_casts_are_disabled(handle) -> None:
     weight = nn.Parameter(torch.ones(3))
     optimizer = handle.wrap_optimizer(torch.optim.SGD([weight], lr=0.5))

@@ -54,8 +54,18 @@ class AmpHandle:
         """Return whether functions are cast: not so inside of `disable_casts` in this thread."""
         return self.is_on and (not mode.off or mode.region is not None)
 
-    # scripts of apex read it, and some set it in a block of their own
-    _is_active = property(is_active, lambda self, is_on: setattr(self, "is_on", is_on))
+    @property
+    def _is_active(self) -> bool:
+        """See `is_active`. Scripts of apex read it, and some set it in a block of their own.
+
+        Inside of `disable_casts` to set it is without effect: in apex its end sets it once more.
+        """
+        return self.is_active()
+
+    @_is_active.setter
+    def _is_active(self, is_on: bool) -> None:
+        if not mode.off:
+            self.is_on = is_on
 
     def casts_are_on(self) -> None:
         """Functions cast from now on, until the session ends."""
