@@ -50,8 +50,8 @@ class HalfSteps:
         if count:
             raise RuntimeError(
                 "parameters that were cast to half are stepped through their fp32 masters; got a "
-                f"step of an optimizer of type {kind} that amp.initialize() did not return, and "
-                f"holds {count} of them; {mend}."
+                f"step of an optimizer of type {kind} that holds {count} of them, and that "
+                f"amp.initialize() did not return; {mend}."
             )
         self._told.add(optimizer)
         warn(
