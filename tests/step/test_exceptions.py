@@ -1,7 +1,7 @@
 """An exception at any point of a step leaves everything usable.
 
 A profile function raises once, at the n-th call that amp_patch makes inside `scale_loss` and
-``optimizer.step()``, for every n (every third one in the ordinary run). The script catches it,
+``optimizer.step()``, for every n (every fifth one in the ordinary run). The script catches it,
 clears the gradients and goes on: the training is then, bit for bit, one in which that batch was
 left out, or, where the optimizer had stepped already, one in which it was not.
 """
@@ -212,14 +212,14 @@ def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tupl
 def calls_in(amp: ModuleType, run: tuple[str, str]) -> tuple[range, range]:
     """Return the numbers of the calls that raise, one after the other, in block and step.
 
-    In the ordinary run every third one: the cases have most calls in common, and begin in turn.
+    In the ordinary run every fifth one: the cases have most calls in common, and begin in turn.
     """
     counts = train(amp, *new_run(amp, *run))
     assert min(counts) > 10
     if PROFILE == "nightly":
         return range(1, counts[0] + 1), range(1, counts[1] + 1)
-    first = 1 + CASES.index(run) % 3
-    return range(first, counts[0] + 1, 3), range(first, counts[1] + 1, 3)
+    first = 1 + CASES.index(run) % 5
+    return range(first, counts[0] + 1, 5), range(first, counts[1] + 1, 5)
 
 
 def test_a_block_that_fails_is_as_if_it_had_not_been(amp: ModuleType, run: tuple[str, str]) -> None:

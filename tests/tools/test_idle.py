@@ -64,7 +64,7 @@ def started(folder: Path, then: str) -> launch.ScriptRun:
 def test_a_script_that_waits_for_a_process_that_was_ended_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: str
 ) -> None:
-    monkeypatch.setattr(idle, "GRACE", 2.0)
+    monkeypatch.setattr(idle, "GRACE", 1.0)
     run = started(tmp_path, then)
     assert launch.run_to_end(run, timeout=100) is None
     assert run.code != 0  # it was ended
@@ -84,7 +84,7 @@ SLEEPS_BEHIND = """
     try:
         ScriptEnd()()  # in the script's own process, which ends in its own time
     finally:
-        time.sleep(3)
+        time.sleep(1.5)
         print("its own end", flush=True)
 """
 
