@@ -62,13 +62,14 @@ class HeldFunctions:
 
     Nothing records where a wrapper was put, for a copy of a model takes wrappers along, and a
     model that is built while functions are patched holds them from the start: `undo` looks
-    through every living module.
+    through every living module, and through the files that were looked through before.
     """
 
     def __init__(self) -> None:
         self._wrappers: Replacements = {}
         self._originals: dict[int, tuple[Any, Any]] = {}
         self._classes: weakref.WeakSet[type] = weakref.WeakSet()
+        self._users: set[types.ModuleType] = set()
 
     def __bool__(self) -> bool:
         """Whether there is something to put back."""
@@ -96,6 +97,7 @@ class HeldFunctions:
         """Replace what these models, their submodules and the classes of these hold."""
         walk = _Walk(self._wrappers)
         for module in users:
+            self._users.add(module)
             walk.through_globals(module)
         for model in models:
             walk.through(model)
@@ -108,7 +110,7 @@ class HeldFunctions:
         """Put the functions back, wherever the wrappers are held by now.
 
         Args:
-            users: modules to look through beside those that use torch.
+            users: modules to look through beside those that use torch, or were given before.
             kept: the ids of the wrappers that the caller holds, each once, to use them again.
 
         Returns:
@@ -117,7 +119,8 @@ class HeldFunctions:
         originals, self._wrappers = self._originals, {}
         _drop_released(originals, kept)
         if originals:
-            _undo_in({*users_of_torch(), *users}, list(self._classes), originals)
+            every = {*users_of_torch(), *self._users, *users}
+            _undo_in(every, list(self._classes), originals)
             _drop_released(originals, kept)
         walk = _Walk(originals)
         modules = instances(nn.Module) if originals else []
@@ -125,6 +128,7 @@ class HeldFunctions:
         # Last, for a call after an interrupt is to find what is left.
         self._originals = {}
         self._classes.clear()
+        self._users.clear()
         return held
 
 
@@ -294,12 +298,7 @@ class _Walk:
             yield function, "__defaults__", function.__defaults__
         if function.__kwdefaults__:
             self._waiting.append(function.__kwdefaults__)
-        for cell in function.__closure__ or ():
-            try:
-                value = cell.cell_contents
-            except ValueError:  # of a variable that was not set yet
-                continue
-            yield cell, "cell_contents", value
+        yield from (place for _, place in _closed_over(function))
 
     @functools.cached_property
     def _containers_of_torch(self) -> dict[int, Any]:
@@ -330,12 +329,20 @@ def _is_torchs(function: types.FunctionType) -> bool:
     return is_left_alone(function.__globals__.get("__name__", ""))
 
 
-def _places_in_torchs(function: types.FunctionType) -> Iterator[Place]:
-    """Yield where a function that torch has made of another one holds it."""
+def _closed_over(function: types.FunctionType) -> Iterator[tuple[str, Place]]:
+    """Yield the variables of a function's closure: their names, and where their values are."""
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     for name, cell in cells:
-        if name in _CLOSED_OVER:
-            yield cell, "cell_contents", cell.cell_contents
+        try:
+            value = cell.cell_contents
+        except ValueError:  # of a variable that was not set yet
+            continue
+        yield name, (cell, "cell_contents", value)
+
+
+def _places_in_torchs(function: types.FunctionType) -> Iterator[Place]:
+    """Yield where a function that torch has made of another one holds it."""
+    yield from (place for name, place in _closed_over(function) if name in _CLOSED_OVER)
     own = vars(function)
     yield from ((own, name, own[name]) for name in _TRACED if name in own)
 

@@ -719,6 +719,20 @@ def test_what_torch_has_made_of_a_function_casts_among_globals(amp, monkeypatch,
     assert all(cell.cell_contents is one for cell, one in before)
 
 
+def test_what_torch_makes_of_a_function_that_is_not_there_yet_is_passed_over(
+    amp, monkeypatch
+) -> None:
+    def calls_fn() -> Any:
+        return fn()
+
+    fn = None
+    unset = (types.CellType(),)
+    function = types.FunctionType(calls_fn.__code__, vars(torch.func), "late", None, unset)
+    monkeypatch.setattr(sys.modules[__name__], "made_by_torch", function, raising=False)
+    amp.initialize(nn.Linear(1, 1), opt_level="O4", verbosity=0)
+    assert F.linear(X, X).dtype is torch.bfloat16
+
+
 FORWARDS: dict[str, Callable[..., Any]] = {
     "attribute": lambda self, x: self.held(self.layer(x)),
     "list": lambda self, x: self.held[0](self.layer(x)),

@@ -65,8 +65,8 @@ def run_lengths(function: Function, args: Args, kwargs: Kwargs) -> Any:
     first = _first(args, kwargs)
     if getattr(first, "dtype", None) not in HALVES:
         return function(*args, **kwargs)  # a script that writes x.float().norm() means it
-    if is_large(first):  # what backward needs of it is kept in half
-        return run_promoted(False, always, function, args, kwargs)
+    if is_large(first):  # it is not kept for backward in float32
+        return run_promoted(False, always, function, args, kwargs, rounds_saved=False)
     # no containers of tensors, but dimensions and the like
     args = tuple([to_float(one) if isinstance(one, Tensor) else one for one in args])
     if kwargs:
@@ -89,11 +89,12 @@ def run_steep(function: Function, args: Args, kwargs: Kwargs) -> Any:
 def run_powers(function: Function, args: Args, kwargs: Kwargs) -> Any:
     """Call a power so where its exponent is a number below 0.
 
-    Where the exponent is a tensor, which learns, the results stay in float32: a generalized mean
-    takes the root of a mean of powers, of which small ones are 0 in float16.
+    Where the exponent is a floating tensor, which may learn, the results stay in float32: a
+    generalized mean takes the root of a mean of powers, of which small ones are 0 in float16.
     """
     exponent = args[1] if len(args) > 1 else kwargs.get("exponent")
-    if isinstance(exponent, Tensor) and _is_float16_in_model(_first(args, kwargs)):
+    is_learned = isinstance(exponent, Tensor) and exponent.is_floating_point()
+    if is_learned and _is_float16_in_model(_first(args, kwargs)):
         return run_wide(function, args, kwargs)
     if isinstance(exponent, (int, float)) and exponent < 0:
         return run_steep(function, args, kwargs)

@@ -22,10 +22,11 @@ class HalfSaving:
 
     Args:
         dtype: the half dtype.
+        rounds: whether what is in between may be rounded; else it stays in float32.
     """
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
+    def __init__(self, dtype: torch.dtype, rounds: bool = True) -> None:
+        self._dtype, self._rounds = dtype, rounds
         self._saved: list[_Saved] = []
         self._halves: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -41,7 +42,7 @@ class HalfSaving:
     def settle(self) -> None:
         """The call is over and its results are noted: let go of float32 tensors."""
         for saved in self._saved:
-            saved.narrow(self._halves, self._dtype)
+            saved.narrow(self._halves, self._dtype, self._rounds)
         self._saved.clear()
         self._halves.clear()
 
@@ -75,11 +76,13 @@ class _Saved:
         self._dtype = tensor.dtype
         self._keep(tensor)
 
-    def narrow(self, halves: dict[int, tuple[Tensor, Tensor]], dtype: torch.dtype) -> None:
+    def narrow(
+        self, halves: dict[int, tuple[Tensor, Tensor]], dtype: torch.dtype, rounds: bool
+    ) -> None:
         tensor = self._tensor
         wide, half = halves.get(tensor.data_ptr(), (None, None))
         if wide is None or half is None:
-            narrow = _in_half(tensor, dtype)
+            narrow = _in_half(tensor, dtype) if rounds else tensor
         elif wide.numel() == tensor.numel() and wide.is_contiguous() and tensor.is_contiguous():
             narrow = half.reshape(tensor.shape)
         else:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 import sys
 import types
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -239,9 +238,11 @@ def _modules_of(models: Iterable[nn.Module]) -> dict[str, types.ModuleType]:
 def _named_in(module: types.ModuleType) -> set[str]:
     """Return the names of the modules that a module has, or has functions or classes of."""
     values = list(vars(module).values())
-    modules = {one.__name__ for one in values if isinstance(one, types.ModuleType)}
+    modules = (one for one in values if isinstance(one, types.ModuleType))
     owners = (one for one in values if isinstance(one, (types.FunctionType, type)))
-    return modules.union(map(operator.attrgetter("__module__"), owners))
+    names = {getattr(one, "__name__", None) for one in modules}
+    names |= {getattr(one, "__module__", None) for one in owners}
+    return {name for name in names if isinstance(name, str)}
 
 
 def _expanded(module: types.ModuleType, rules: Mapping[str, Rule]) -> dict[str, Rule]:

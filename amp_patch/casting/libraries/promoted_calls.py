@@ -32,9 +32,20 @@ InFloat = Callable[[list[Tensor]], bool]
 
 
 def run_promoted(
-    is_half: bool, in_float: InFloat, function: Function, args: Args, kwargs: Kwargs
+    is_half: bool,
+    in_float: InFloat,
+    function: Function,
+    args: Args,
+    kwargs: Kwargs,
+    rounds_saved: bool = True,
 ) -> Any:
-    """Call it in the widest dtype of its arguments; if ``is_half``, in a level's that casts."""
+    """Call it in the widest dtype of its arguments; if ``is_half``, in a level's that casts.
+
+    Args:
+        is_half, in_float, function, args, kwargs: as said.
+        rounds_saved: whether what backward needs of much may be rounded to half. Else that alone is
+            kept in half that it holds exactly: casts of half arguments.
+    """
     tensors = floats_in(args, kwargs)
     if not tensors:
         return function(*args, **kwargs)
@@ -43,7 +54,7 @@ def run_promoted(
         args, kwargs = map_call(functools.partial(cast_to, dtype=runs_in), args, kwargs)
         with NothingElseCasts():
             return cast_to(function(*args, **kwargs), result)
-    saving = HalfSaving(result)
+    saving = HalfSaving(result, rounds_saved)
 
     def widen(tensor: Tensor) -> Tensor:
         wide: Tensor = to_any(tensor, runs_in)
@@ -52,7 +63,8 @@ def run_promoted(
 
     def narrow(tensor: Tensor) -> Tensor:
         half: Tensor = to_any(tensor, result)
-        saving.note(tensor, half)
+        if rounds_saved:
+            saving.note(tensor, half)
         return half
 
     args, kwargs = map_call(lambda one: map_tensors(widen, one), args, kwargs)

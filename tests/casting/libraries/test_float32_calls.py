@@ -9,6 +9,7 @@ import torch
 from casting_support import called_at
 from torch import Tensor, nn
 
+from amp_patch.casting.cached_casts import is_large
 from amp_patch.casting.libraries.library_casts import Rule, wrap
 from amp_patch.casting.mode import process
 
@@ -220,6 +221,45 @@ def test_gradients_that_half_would_lose_are_float64_s(amp: ModuleType, level: st
         for one, other in zip(inputs, exact, strict=True):
             near = torch.isclose(one.grad.double(), other.grad, rtol=2 * torch.finfo(half).eps)
             assert near.float().mean() > 0.98, name
+
+
+#: What backward needs of much is kept in half where that holds it, and nowhere else.
+LOSING_OF_MUCH: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "logsumexp": (lambda x: x + 700, lambda x: x.logsumexp(1)),
+    "logcumsumexp": (lambda x: x + 700, lambda x: x.logcumsumexp(1)),
+    "lp_pool1d": (
+        lambda x: (x.abs() + 1).clamp(max=2) * 1e-4,
+        lambda x: torch.nn.functional.lp_pool1d(x, 2, 2),
+    ),
+    "corrcoef": (lambda x: x * 3e-4, lambda x: torch.corrcoef(x[:32])),
+    "norm": (lambda x: x * 1e-3, lambda x: x.norm(p=3, dim=1)),
+}
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("name", LOSING_OF_MUCH)
+def test_gradients_that_half_would_lose_are_float64_s_of_much_as_well(
+    amp: ModuleType, level: str, name: str
+) -> None:
+    half = F16 if level == "O2" else BF16
+    size, call = LOSING_OF_MUCH[name]
+    torch.manual_seed(0)
+    values = size(torch.randn(64, 512)).to(half)
+    assert is_large(values)
+    model = amp.initialize(Losing(1, 1), opt_level=level, verbosity=0)
+    vars(model)["call"] = lambda x, _: call(x)
+    x, exact = values.float().requires_grad_(), values.double().requires_grad_()
+    model(x, x).backward()
+    call(exact).sum().backward()
+    error = (x.grad.double() - exact.grad).norm() / exact.grad.norm()
+    assert error < 2 * torch.finfo(half).eps
+
+
+def test_a_power_by_whole_numbers_has_the_dtype_of_its_base(amp: ModuleType) -> None:
+    model = amp.initialize(Losing(1, 1), opt_level="O2", verbosity=0)
+    vars(model)["call"] = lambda x, _: x ** torch.arange(3)
+    model(torch.ones(3), torch.ones(3))
+    assert model.found.dtype is F16
 
 
 def test_a_mean_without_nans_counts_more_than_float16_has(amp: ModuleType) -> None:

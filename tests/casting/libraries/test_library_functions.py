@@ -699,6 +699,30 @@ def test_losses_of_a_module_beside_the_models_are_float32(
     torch._dynamo.reset()
 
 
+def test_tables_of_a_file_that_has_names_of_torch_alone_are_put_back(
+    amp: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses = ModuleType("file_of_losses")
+    vars(losses).update(mse_loss=F.mse_loss, table={"mse": F.mse_loss})
+    nameless = ModuleType("nameless")
+    del nameless.__name__
+    monkeypatch.setitem(sys.modules, losses.__name__, losses)
+    for name, module in (("file_of_losses", losses), ("nameless", nameless)):
+        monkeypatch.setattr(sys.modules[__name__], name, module, raising=False)
+    found: list[Tensor] = []
+
+    def loss(x: Tensor, _: Tensor) -> Tensor:
+        found.append(losses.table["mse"](x.detach(), x.detach() + 1))
+        return x
+
+    original = F.mse_loss
+    model = amp.initialize(Calls(loss), opt_level="O2", verbosity=0)
+    model(torch.randn(2, 4), HELD)
+    assert found[0].dtype is F32
+    amp.deactivate()
+    assert losses.table["mse"] is losses.mse_loss is F.mse_loss is original
+
+
 #: What acts in models alone that are stored in half.
 WAITING = [
     f"{module}.{name}"
