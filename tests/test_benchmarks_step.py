@@ -223,6 +223,7 @@ def made_up(_: bool) -> Workload:
     return Workload(nn.Linear(2, 2), {"inputs": torch.ones(3, 2)}, fails_in_half, 3, 1e-3)
 
 
+@pytest.mark.slow(instead="a process that fails, and gives its reason")
 def test_a_candidate_that_fails_stops_no_other(
     script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:

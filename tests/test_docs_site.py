@@ -103,6 +103,7 @@ def test_the_search_finds_a_message_as_it_was_raised(
     assert page.url.partition("#")[0] != (site / "messages.html").as_uri()
 
 
+@pytest.mark.slow(instead="a search for a loss that is NaN")
 def test_the_search_finds_what_torch_says_of_two_dtypes(site: Path, page: Any, amp: Any) -> None:
     model = amp.initialize(nn.Linear(4, 2), opt_level="O2", verbosity=0)
     with pytest.raises(RuntimeError, match="dtype") as raised:

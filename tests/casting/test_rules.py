@@ -216,6 +216,7 @@ EXTRA_CPU_CALLS = [
 ]
 
 
+@pytest.mark.slow(instead="the dtypes of each operator, by the same lists")
 def test_what_has_no_half_kernel_on_the_cpu_is_listed_and_nothing_else():
     failing, failing_in_spite = set(), defaultdict(list)
     older = (cast_rules.NO_HALF_ON_CPU_BEFORE | cast_rules.NO_HALF_BEFORE).items()

@@ -230,6 +230,7 @@ def test_deactivate_ends_it(amp, caplog, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []  # made by the first step
 
 
+@pytest.mark.slow(instead="what is written at each step, and by deactivate()")
 def test_what_is_not_deactivated_is_written_when_the_process_ends(tmp_path: Path) -> None:
     program = """
         import torch

@@ -70,6 +70,7 @@ def test_a_script_that_waits_for_a_process_that_was_ended_is_ended(
     assert run.code != 0  # it was ended
 
 
+@pytest.mark.slow(instead="a script that takes its time at its end")
 def test_a_script_that_goes_on_ends_by_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
