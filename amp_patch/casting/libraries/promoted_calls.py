@@ -42,7 +42,9 @@ def run_promoted(
     """Call it in the widest dtype of its arguments; if ``is_half``, in a level's that casts.
 
     Args:
-        is_half, in_float, function, args, kwargs: as said.
+        is_half: as said.
+        in_float: tells of the arguments whether half ones are computed in float32.
+        function, args, kwargs: the call.
         rounds_saved: whether what backward needs of much may be rounded to half. Else that alone is
             kept in half that it holds exactly: casts of half arguments.
     """
