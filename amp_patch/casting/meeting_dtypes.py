@@ -44,7 +44,6 @@ _ROWS = 64
 #: It keeps 1 over the deviation in half: of equal numbers that is inf in float16 for an epsilon
 #: below this, and all gradients are NaN.
 _LEAST_EPS = 1e-9
-_INTS = {int}
 
 
 def casting_where_they_meet(function: Function, word: str) -> Function:
@@ -186,7 +185,11 @@ def _to_stored(value: Any) -> Any:
 
 def _is_shape(value: Sequence[Any]) -> bool:
     """Tell a shape or a stride, in which no tensor is: to look for one would take longer."""
-    return set(map(type, value)) <= _INTS
+    # torch 2.6 compiles no comparison of sets, and a generator takes the host longer
+    for one in value:  # noqa: SIM110
+        if type(one) is not int:
+            return False
+    return True
 
 
 def _are_of_one_dtype(values: Iterable[Any], others: Sequence[Any] = ()) -> bool:
@@ -207,7 +210,7 @@ def _are_of_one_dtype(values: Iterable[Any], others: Sequence[Any] = ()) -> bool
                 found = value.dtype
             elif value.dtype is not found:
                 return False
-        elif isinstance(value, list | tuple) and not _is_shape(value):
+        elif isinstance(value, (list, tuple)) and not _is_shape(value):
             return False
     return True
 
@@ -218,7 +221,7 @@ def _meet(values: list[Any]) -> bool:
     Not where a float32 parameter is among them: it came to the model after `initialize`, or was
     given another dtype since, and a note tells its owner what mends that.
     """
-    if any(isinstance(value, list | tuple) and not _is_shape(value) for value in values):
+    if any(isinstance(value, (list, tuple)) and not _is_shape(value) for value in values):
         values = tensors_in(values)
     tensors = [value for value in values if isinstance(value, Tensor)]
     dtypes = {tensor.dtype for tensor in tensors}

@@ -35,7 +35,7 @@ def apply_weight_norm(
     for path in [name] if name else [path for path, _ in module.named_parameters()]:
         parent, _, own = path.rpartition(".")
         owner = module.get_submodule(parent)
-        if not isinstance(owner, nn.Embedding | nn.EmbeddingBag) and getattr(owner, own).dim() > 1:
+        if not isinstance(owner, (nn.Embedding, nn.EmbeddingBag)) and getattr(owner, own).dim() > 1:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)
                 torch.nn.utils.weight_norm(owner, own, dim)  # type: ignore[arg-type]  # dim may be None
