@@ -26,7 +26,7 @@ from torch.overrides import _get_current_function_mode_stack, _pop_mode
 
 pytest_plugins = ["pytester"]
 
-#: Names the tests that take longest, and have several cases: 70 ms each, and four, or more.
+#: Names the tests that take longest, and have several cases: 25 ms each, and four, or more.
 COSTLY = Path(__file__).with_name("costly.txt")
 
 BEGINS_WITH_THE_LAST = os.environ.get("PYTEST_XDIST_WORKER", "").endswith(tuple("13579"))
